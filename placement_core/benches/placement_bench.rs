@@ -1,0 +1,2 @@
+//! Cost of placement.
+fn main() {}

@@ -1,0 +1,52 @@
+//! All-or-nothing placement of batches over nodes, GPU shares, CPUs and memory.
+//!
+//! A scheduler asks a [`Pool`] for room for a batch of equal samples and gets a [`Lease`] with one token for each, or
+//! `None` while they do not all fit. The crate keeps no clock, starts no thread and does no I/O; amounts are integers
+//! inside, so nothing is lost to rounding (see [`Demand::new`]).
+//!
+//! ```
+//! use placement_core::{Demand, NodeSpec, Pool};
+//!
+//! let pool = Pool::new((0..4).map(|node| NodeSpec::new(format!("node-{node}"), [0, 1, 2, 3], 64.0, 256.0)))?;
+//! let sample = Demand::new(0.25, 2.0, 8.0)?;
+//! let lease = pool.try_acquire(&sample, 40)?.expect("64 fit");
+//! assert_eq!(pool.free_tokens_for(&sample), 24);
+//!
+//! let refused = pool.explain(&sample, 25);
+//! assert!(!refused.fits_now() && refused.fits_ever());
+//! drop(lease);
+//! assert_eq!(pool.free_tokens_for(&sample), pool.max_tokens_for(&sample));
+//! # Ok::<(), placement_core::PlacementError>(())
+//! ```
+//!
+//! # Cost
+//! A token costs the same at 16 and at 10 000 nodes. Nodes are kept in order for each shape (distinct demand) in use,
+//! up to 32 of them; a change by one shape reaches the others when they are used next. A node costs 64 bytes (up to
+//! eight GPUs), its names, and about 8 to 60 bytes for each shape in use.
+//!
+//! # Features
+//! `serde`: `Serialize` (and where it is safe `Deserialize`) for plain values. None by default.
+
+#![forbid(unsafe_code)]
+
+mod amount;
+mod error;
+mod explain;
+mod index;
+mod layout;
+mod node;
+mod node_set;
+mod pool;
+mod resource;
+mod shape;
+mod state;
+mod token;
+
+pub use amount::WHOLE_GPU_MICRO;
+pub use error::{AmountFault, NodeFault, PlacementError, Result};
+pub use explain::{Explanation, NodeExplanation, NodePhase, NodeUsage, Shortage};
+pub use layout::UNLIMITED_TOKENS;
+pub use node::{MAX_GPUS_PER_NODE, NodeSpec, check_nodes};
+pub use pool::{MAX_LEASE_TOKENS, Pool};
+pub use resource::{Budget, Demand, GpuDemand};
+pub use token::{Lease, Placement};

@@ -1,0 +1,346 @@
+//! The pool: every call of the crate that places, explains or changes nodes.
+//!
+//! Invariants: a token is free or in exactly one lease; a batch gets all its tokens under one lock or none; free amounts
+//! are never negative and equal the supply when no lease is left; `releases` rises with each call that may have made
+//! room, while the lock is held. Lock order: state, then infos or layout.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::error::{PlacementError, Result};
+use crate::explain::{Explanation, NodeUsage, explain_nodes, usage_of};
+use crate::layout::{Layout, UNLIMITED_TOKENS};
+use crate::node::{NodeInfo, NodeSpec, Phase, Supply, check_nodes};
+use crate::resource::{Budget, Demand, GpuDemand};
+use crate::shape::Shape;
+use crate::state::{NO_INDEX, State};
+use crate::token::{Held, Lease, Placement, Tokens};
+
+/// Tokens that one lease can hold.
+pub const MAX_LEASE_TOKENS: u64 = 1 << 24;
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    infos: RwLock<Vec<Arc<NodeInfo>>>,
+    layout: RwLock<Arc<Layout>>,
+    releases: AtomicU64,
+    waiters: AtomicUsize,
+    released: Condvar,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn infos(&self) -> RwLockReadGuard<'_, Vec<Arc<NodeInfo>>> {
+        self.infos.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn infos_mut(&self) -> RwLockWriteGuard<'_, Vec<Arc<NodeInfo>>> {
+        self.infos.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn layout(&self) -> Arc<Layout> {
+        Arc::clone(&self.layout.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn change_layout(&self, supply: Supply, is_added: bool) {
+        let mut layout = self.layout.write().unwrap_or_else(PoisonError::into_inner);
+        *layout = Arc::new(layout.next(supply, is_added));
+    }
+
+    pub(crate) fn give_back(&self, shape: Shape, by: u32, tokens: &[Held]) {
+        let mut state = self.state();
+        state.give_back(shape, by, tokens);
+        self.announce(state);
+    }
+
+    /// Says that there may be more room, and lets go of the lock.
+    fn announce(&self, state: MutexGuard<'_, State>) {
+        self.releases.fetch_add(1, Ordering::Release);
+        drop(state);
+        // Waking costs a system call even if nobody waits.
+        if self.waiters.load(Ordering::Acquire) > 0 {
+            self.released.notify_all();
+        }
+    }
+}
+
+/// Supply that batches are placed on. A clone is another handle to the same pool.
+///
+/// ```
+/// use placement_core::{Budget, Demand, NodeSpec, Pool};
+///
+/// let pool = Pool::new([NodeSpec::new("10.0.0.1", [0, 1], 16.0, 64.0)])?;
+/// let sample = Demand::new(0.33, 1.0, 4.0)?;
+/// assert_eq!(pool.max_tokens_for(&sample), 6);
+///
+/// let budget = Budget::new(2.0, 8.0, 32.0, 4)?;
+/// let mut lease = pool.try_acquire_batch(&budget, &sample, 64)?.expect("the pool is empty");
+/// assert_eq!((lease.len(), pool.free_tokens_for(&sample)), (4, 2));
+/// assert!(pool.try_acquire_batch(&budget, &sample, 64)?.is_none());
+///
+/// lease.release_token(0)?;
+/// lease.release()?;
+/// assert_eq!(pool.free_tokens_for(&sample), 6);
+/// # Ok::<(), placement_core::PlacementError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Pool {
+    shared: Arc<Shared>,
+}
+
+impl Pool {
+    /// A pool of these nodes. It may be empty and be added to later.
+    ///
+    /// # Errors
+    /// [`PlacementError::InvalidNodes`] with every fault of every node, as [`check_nodes`] finds them.
+    pub fn new(nodes: impl IntoIterator<Item = NodeSpec>) -> Result<Self> {
+        let specs: Vec<NodeSpec> = nodes.into_iter().collect();
+        let faults = check_nodes(&specs);
+        if !faults.is_empty() {
+            return Err(PlacementError::InvalidNodes(faults));
+        }
+        let mut state = State::default();
+        let mut infos = Vec::new();
+        for spec in &specs {
+            state.add(Arc::new(NodeInfo::of(spec)), Supply::of(spec), &mut infos);
+        }
+        let layout = Layout::new(0, specs.iter().map(Supply::of));
+        let shared = Shared {
+            state: Mutex::new(state),
+            infos: RwLock::new(infos),
+            layout: RwLock::new(Arc::new(layout)),
+            releases: AtomicU64::new(0),
+            waiters: AtomicUsize::new(0),
+            released: Condvar::new(),
+        };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// Takes room for min(`max_tokens`, what of `per_sample` fits in `budget`) samples: for all of them, or `None`
+    /// when they do not all fit now.
+    ///
+    /// Each token goes to the fitting node with the most free GPU (ties: most free CPU, most free memory, lowest
+    /// position), there to the GPU with the least free share that still fits (ties: lowest id). Costs the same
+    /// whatever the number of nodes.
+    ///
+    /// # Errors
+    /// [`PlacementError::BudgetTooSmall`] when the budget does not hold one sample;
+    /// [`PlacementError::InvalidTokenCount`] when `max_tokens` is 0 or a lease would be larger than
+    /// [`MAX_LEASE_TOKENS`].
+    pub fn try_acquire_batch(
+        &self,
+        budget: &Budget,
+        per_sample: &Demand,
+        max_tokens: u64,
+    ) -> Result<Option<Lease>> {
+        self.try_acquire(per_sample, budget.tokens(per_sample)?.min(max_tokens))
+    }
+
+    /// Takes room for `count` samples: for all of them, or `None` when they do not all fit now.
+    ///
+    /// # Errors
+    /// [`PlacementError::InvalidTokenCount`] when `count` is 0 or above [`MAX_LEASE_TOKENS`].
+    #[inline]
+    pub fn try_acquire(&self, per_sample: &Demand, count: u64) -> Result<Option<Lease>> {
+        if !(1..=MAX_LEASE_TOKENS).contains(&count) {
+            return Err(PlacementError::InvalidTokenCount { asked: count, limit: MAX_LEASE_TOKENS });
+        }
+        let Some(shape) = Shape::of(per_sample) else { return Ok(None) };
+        let count = count as usize;
+        let mut state = self.shared.state();
+        let taken =
+            if shape.is_nothing() { state.acquire_nothing(count) } else { state.acquire(shape, count) };
+        drop(state);
+        Ok(taken.map(|(by, tokens)| Lease::new(Arc::clone(&self.shared), *per_sample, shape, by, tokens)))
+    }
+
+    /// Takes room that is already in use, as [`Lease::placements`] recorded it, on draining nodes too: all or none.
+    ///
+    /// # Errors
+    /// [`PlacementError::InvalidTokenCount`] for no placements or too many; [`PlacementError::CannotAdopt`] for the
+    /// first placement whose node or GPU is unknown, whose GPUs are not what `per_sample` takes, or whose room is taken.
+    pub fn adopt(&self, per_sample: &Demand, placements: &[Placement]) -> Result<Lease> {
+        let count = placements.len() as u64;
+        if !(1..=MAX_LEASE_TOKENS).contains(&count) {
+            return Err(PlacementError::InvalidTokenCount { asked: count, limit: MAX_LEASE_TOKENS });
+        }
+        let cannot = |index: usize, reason: &str| {
+            Err(PlacementError::CannotAdopt { index, reason: reason.to_string() })
+        };
+        let Some(shape) = Shape::of(per_sample) else { return cannot(0, "no node can hold its demand") };
+        let mut state = self.shared.state();
+        let mut tokens = Vec::with_capacity(placements.len());
+        for (index, placement) in placements.iter().enumerate() {
+            match locate(&state, per_sample, placement) {
+                Ok(token) => tokens.push(token),
+                Err(reason) => return cannot(index, &reason),
+            }
+        }
+        if let Some(index) = first_without_room(&state, shape, &tokens) {
+            return cannot(index, "its room is taken");
+        }
+        state.acquire_here(shape, &tokens);
+        drop(state);
+        Ok(Lease::new(Arc::clone(&self.shared), *per_sample, shape, NO_INDEX, Tokens::Many(tokens)))
+    }
+
+    /// Tokens of this demand that the pool holds when empty, nodes that take none left out: exactly what placing one
+    /// after another reaches. [`crate::UNLIMITED_TOKENS`] for a demand that takes no room. Does not wait for the
+    /// pool's lock.
+    #[must_use]
+    pub fn max_tokens_for(&self, per_sample: &Demand) -> u64 {
+        Shape::of(per_sample).map_or(0, |shape| self.shared.layout().capacity(shape))
+    }
+
+    /// Tokens of this demand that fit now.
+    #[must_use]
+    pub fn free_tokens_for(&self, per_sample: &Demand) -> u64 {
+        let Some(shape) = Shape::of(per_sample) else { return 0 };
+        if shape.is_nothing() {
+            return self.max_tokens_for(per_sample).min(UNLIMITED_TOKENS);
+        }
+        self.shared.state().free_tokens(shape)
+    }
+
+    /// Why `count` tokens of this demand fit or do not: per node, how many fit and what is short.
+    #[must_use]
+    pub fn explain(&self, per_sample: &Demand, count: u64) -> Explanation {
+        let state = self.shared.state();
+        explain_nodes(&state, per_sample, count)
+    }
+
+    /// Every node with its supply and what is free, in order of position.
+    #[must_use]
+    pub fn nodes(&self) -> Vec<NodeUsage> {
+        let state = self.shared.state();
+        usage_of(&state)
+    }
+
+    /// Adds a node. It gets the lowest position that a removed node left, else the next one.
+    ///
+    /// # Errors
+    /// [`PlacementError::InvalidNodes`] as in [`Pool::new`]; [`PlacementError::DuplicateNode`] for a name in the pool.
+    pub fn add_node(&self, spec: &NodeSpec) -> Result<()> {
+        let faults = check_nodes(std::slice::from_ref(spec));
+        if !faults.is_empty() {
+            return Err(PlacementError::InvalidNodes(faults));
+        }
+        let mut state = self.shared.state();
+        if state.names.contains_key(&spec.name) {
+            return Err(PlacementError::DuplicateNode(spec.name.clone()));
+        }
+        let supply = Supply::of(spec);
+        state.add(Arc::new(NodeInfo::of(spec)), supply, &mut self.shared.infos_mut());
+        self.shared.change_layout(supply, true);
+        self.shared.announce(state);
+        Ok(())
+    }
+
+    /// Lets a node take no more tokens; those on it stay.
+    ///
+    /// # Errors
+    /// [`PlacementError::UnknownNode`].
+    pub fn drain_node(&self, name: &str) -> Result<()> {
+        self.change_phase(name, Phase::Draining).map(|_| ())
+    }
+
+    /// Lets a draining node, or one that is leaving, take tokens again.
+    ///
+    /// # Errors
+    /// [`PlacementError::UnknownNode`].
+    pub fn resume_node(&self, name: &str) -> Result<()> {
+        self.change_phase(name, Phase::Active).map(|_| ())
+    }
+
+    /// Removes a node: at once when nothing is held on it (`true`), else with its last token, and until then it takes
+    /// no more (`false`).
+    ///
+    /// # Errors
+    /// [`PlacementError::UnknownNode`].
+    pub fn remove_node(&self, name: &str) -> Result<bool> {
+        self.change_phase(name, Phase::Leaving)
+    }
+
+    /// Whether the node is empty afterwards.
+    fn change_phase(&self, name: &str, phase: Phase) -> Result<bool> {
+        let mut state = self.shared.state();
+        let Some(&position) = state.names.get(name) else {
+            return Err(PlacementError::UnknownNode(name.to_string()));
+        };
+        let supply = state.tenants[position as usize].supply;
+        let was_active = state.nodes[position as usize].phase == Phase::Active;
+        let is_active = phase == Phase::Active;
+        let is_empty = state.nodes[position as usize].tokens == 0;
+        state.set_phase(position, phase);
+        if was_active != is_active {
+            self.shared.change_layout(supply, is_active);
+        }
+        if is_active {
+            self.shared.announce(state);
+        }
+        Ok(is_empty)
+    }
+
+    /// Rises whenever room may have come back: tokens released, a node added or resumed.
+    #[must_use]
+    pub fn release_version(&self) -> u64 {
+        self.shared.releases.load(Ordering::Acquire)
+    }
+
+    /// Rises whenever the set of nodes that take tokens changes.
+    #[must_use]
+    pub fn layout_version(&self) -> u64 {
+        self.shared.layout().version
+    }
+
+    /// Blocks the thread until [`Pool::release_version`] differs from `seen`, and returns it. Read the version before
+    /// the attempt that failed, so that no release in between is missed.
+    #[must_use]
+    pub fn wait_for_release(&self, seen: u64) -> u64 {
+        self.shared.waiters.fetch_add(1, Ordering::AcqRel);
+        let mut state = self.shared.state();
+        while self.release_version() == seen {
+            state = self.shared.released.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(state);
+        self.shared.waiters.fetch_sub(1, Ordering::AcqRel);
+        self.release_version()
+    }
+}
+
+/// The first token for which, the ones before it counted, there is no room.
+fn first_without_room(state: &State, shape: Shape, tokens: &[Held]) -> Option<usize> {
+    let mut tried = std::collections::HashMap::new();
+    tokens.iter().position(|token| {
+        let node = tried.entry(token.node).or_insert_with(|| state.nodes[token.node as usize].clone());
+        let has_room = shape.has_room_on(node, token.gpus);
+        if has_room {
+            shape.place_on(node, token.gpus);
+        }
+        !has_room
+    })
+}
+
+/// The token that a recorded placement stands for, whether or not its room is free.
+fn locate(state: &State, demand: &Demand, placement: &Placement) -> Result<Held, String> {
+    let node = *state.names.get(&placement.node).ok_or(format!("no node '{}'", placement.node))?;
+    let info = &state.tenants[node as usize].info;
+    let mut gpus = 0_u64;
+    for &id in &placement.gpu_ids {
+        let slot = info.slot_of(id).ok_or(format!("no GPU {id} on '{}'", placement.node))?;
+        gpus |= 1 << slot;
+    }
+    let expected = match demand.gpu() {
+        GpuDemand::None => 0,
+        GpuDemand::Share(_) => 1,
+        GpuDemand::Whole(gpus) => gpus,
+    };
+    if u64::from(gpus.count_ones()) != expected || placement.gpu_ids.len() as u64 != expected {
+        return Err(format!("has {} GPUs, its demand takes {expected}", placement.gpu_ids.len()));
+    }
+    Ok(Held { node, info: state.nodes[node as usize].info, gpus })
+}

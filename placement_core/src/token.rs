@@ -1,0 +1,208 @@
+//! Tokens and leases: room that is held, and how it is given back.
+//!
+//! Invariants: a token is held by exactly one lease or free; `held` counts those of a lease that were not given back;
+//! a token that was given back keeps its names but no longer its node.
+
+use std::sync::Arc;
+
+use crate::error::{PlacementError, Result};
+use crate::node::NodeInfo;
+use crate::pool::Shared;
+use crate::resource::Demand;
+use crate::shape::Shape;
+
+/// Stands for the node of a token that was given back.
+const GIVEN_BACK: u32 = u32::MAX;
+
+/// One token as the pool keeps it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Held {
+    pub(crate) node: u32,
+    pub(crate) info: u32,
+    pub(crate) gpus: u64,
+}
+
+/// Where one token lies, in names that outlive the process.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
+pub struct Placement {
+    /// The node's name.
+    pub node: String,
+    /// Ids of the GPUs taken, ascending: none, the one that is shared, or the whole ones.
+    pub gpu_ids: Vec<u32>,
+}
+
+impl Placement {
+    /// A placement to adopt.
+    #[must_use]
+    pub fn new(node: impl Into<String>, gpu_ids: impl Into<Vec<u32>>) -> Self {
+        Self { node: node.into(), gpu_ids: gpu_ids.into() }
+    }
+}
+
+/// The tokens of one batch. Leases of one token need no memory of their own.
+#[derive(Debug)]
+pub(crate) enum Tokens {
+    One([Held; 1]),
+    Many(Vec<Held>),
+}
+
+impl Tokens {
+    fn as_slice(&self) -> &[Held] {
+        match self {
+            Self::One(token) => token,
+            Self::Many(tokens) => tokens,
+        }
+    }
+
+    fn as_mut_slice(&mut self) -> &mut [Held] {
+        match self {
+            Self::One(token) => token,
+            Self::Many(tokens) => tokens,
+        }
+    }
+}
+
+/// Room for a batch, held until it is released token by token, as a whole, or by dropping the lease.
+///
+/// A lease owns its pool's share, so it may outlive every [`crate::Pool`] handle and move between threads.
+#[derive(Debug)]
+#[must_use = "dropping a lease gives its room back"]
+pub struct Lease {
+    shared: Arc<Shared>,
+    demand: Demand,
+    shape: Shape,
+    /// Serial of the index that placed the tokens.
+    index: u32,
+    tokens: Tokens,
+    held: usize,
+    is_released: bool,
+}
+
+impl Lease {
+    pub(crate) fn new(shared: Arc<Shared>, demand: Demand, shape: Shape, index: u32, tokens: Tokens) -> Self {
+        let held = tokens.as_slice().len();
+        Self { shared, demand, shape, index, tokens, held, is_released: false }
+    }
+
+    /// Tokens of the lease, given back ones included.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.tokens.as_slice().len()
+    }
+
+    /// Whether the lease never had a token.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Tokens that were not given back.
+    #[must_use]
+    pub const fn held(&self) -> usize {
+        self.held
+    }
+
+    /// What each token takes.
+    #[must_use]
+    pub const fn demand(&self) -> &Demand {
+        &self.demand
+    }
+
+    /// Whether one token is still held; false for a position that the lease does not have.
+    #[must_use]
+    pub fn is_held(&self, index: usize) -> bool {
+        self.tokens.as_slice().get(index).is_some_and(|token| token.node != GIVEN_BACK)
+    }
+
+    /// The name of the node that a token lies on, also after it was given back.
+    #[must_use]
+    pub fn node(&self, index: usize) -> Option<String> {
+        self.with_info(index, |info, _| info.name.clone())
+    }
+
+    /// Calls `read` with the name of a token's node, without copying it.
+    pub fn with_node<R>(&self, index: usize, read: impl FnOnce(&str) -> R) -> Option<R> {
+        self.with_info(index, |info, _| read(&info.name))
+    }
+
+    /// The ids of the GPUs of a token, ascending, also after it was given back.
+    #[must_use]
+    pub fn gpu_ids(&self, index: usize) -> Option<Vec<u32>> {
+        self.with_info(index, NodeInfo::ids_of)
+    }
+
+    /// Where every token lies, fit to be recorded and [adopted](crate::Pool::adopt) later.
+    #[must_use]
+    pub fn placements(&self) -> Vec<Placement> {
+        let infos = self.shared.infos();
+        let placement = |token: &Held| {
+            let info = &infos[token.info as usize];
+            Placement { node: info.name.clone(), gpu_ids: info.ids_of(token.gpus) }
+        };
+        self.tokens.as_slice().iter().map(placement).collect()
+    }
+
+    /// Gives one token back.
+    ///
+    /// # Errors
+    /// [`PlacementError::TokenReleased`] when it was given back before, alone or with the lease;
+    /// [`PlacementError::NoSuchToken`] for a position the lease does not have.
+    pub fn release_token(&mut self, index: usize) -> Result<()> {
+        let len = self.len();
+        let Some(token) = self.tokens.as_mut_slice().get_mut(index) else {
+            return Err(PlacementError::NoSuchToken { index, len });
+        };
+        if token.node == GIVEN_BACK {
+            return Err(PlacementError::TokenReleased { index });
+        }
+        let held = *token;
+        token.node = GIVEN_BACK;
+        self.held -= 1;
+        self.shared.give_back(self.shape, self.index, &[held]);
+        Ok(())
+    }
+
+    /// Gives back every token that is still held.
+    ///
+    /// # Errors
+    /// [`PlacementError::LeaseReleased`] when it was called before.
+    pub fn release(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.is_released, true) {
+            return Err(PlacementError::LeaseReleased);
+        }
+        self.release_remainder();
+        Ok(())
+    }
+
+    /// Gives back what is still held; does nothing when that is nothing. Dropping the lease does the same.
+    pub fn release_remainder(&mut self) {
+        self.is_released = true;
+        if self.held == 0 {
+            return;
+        }
+        if self.held < self.len() {
+            let left: Vec<Held> =
+                self.tokens.as_slice().iter().filter(|token| token.node != GIVEN_BACK).copied().collect();
+            self.shared.give_back(self.shape, self.index, &left);
+        } else {
+            self.shared.give_back(self.shape, self.index, self.tokens.as_slice());
+        }
+        self.held = 0;
+        for token in self.tokens.as_mut_slice() {
+            token.node = GIVEN_BACK;
+        }
+    }
+
+    fn with_info<R>(&self, index: usize, read: impl FnOnce(&NodeInfo, u64) -> R) -> Option<R> {
+        let token = self.tokens.as_slice().get(index)?;
+        Some(read(&self.shared.infos()[token.info as usize], token.gpus))
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.release_remainder();
+    }
+}

@@ -1,0 +1,286 @@
+//! The pool and a plain one, driven alike through random sequences, must agree on every placement and every count.
+
+mod support;
+
+use placement_core::{Demand, Lease, NodeSpec, Pool};
+use proptest::prelude::*;
+
+use support::{PlainDemand, PlainPool, PlainToken};
+
+/// (as written, micro-GPU as the rule for amounts gives it)
+const GPUS: [(f64, u64); 12] = [
+    (0.0, 0),
+    (1.0 / 3.0, 333_333),
+    (1.0 / 6.0, 166_666),
+    (1.0 / 7.0, 142_857),
+    (0.05, 50_000),
+    (0.18, 180_000),
+    (0.29, 290_000),
+    (0.001, 1_000),
+    (0.5, 500_000),
+    (1.0, 1_000_000),
+    (2.0, 2_000_000),
+    (3.0, 3_000_000),
+];
+/// (cores, milli-cores, GiB, MiB)
+const REST: [(f64, u64, f64, u64); 5] = [
+    (0.0, 0, 0.0, 0),
+    (1.0, 1_000, 0.0, 0),
+    (0.0, 0, 2.0, 2_048),
+    (0.3, 300, 0.7, 716),
+    (4.0, 4_000, 16.0, 16_384),
+];
+const CPUS: [u64; 4] = [0, 3, 17, 96];
+const MEMORIES: [u64; 4] = [0, 5, 64, 320];
+
+#[derive(Debug, Clone)]
+enum Step {
+    Acquire { gpu: usize, rest: usize, count: usize },
+    ReleaseToken { lease: usize, token: usize },
+    ReleaseLease { lease: usize },
+    DropLease { lease: usize },
+    Adopt { lease: usize },
+    Add { gpus: u32, cpu: usize, memory: usize },
+    Drain { node: usize },
+    Resume { node: usize },
+    Remove { node: usize },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let any = any::<usize>;
+    prop_oneof![
+        10 => (0..GPUS.len(), 0..REST.len(), prop_oneof![1..4_usize, 1..40_usize])
+            .prop_map(|(gpu, rest, count)| Step::Acquire { gpu, rest, count }),
+        6 => (any(), any()).prop_map(|(lease, token)| Step::ReleaseToken { lease, token }),
+        3 => any().prop_map(|lease| Step::ReleaseLease { lease }),
+        2 => any().prop_map(|lease| Step::DropLease { lease }),
+        1 => any().prop_map(|lease| Step::Adopt { lease }),
+        1 => (prop_oneof![0..9_u32, 0..13_u32], 0..CPUS.len(), 0..MEMORIES.len())
+            .prop_map(|(gpus, cpu, memory)| Step::Add { gpus, cpu, memory }),
+        1 => any().prop_map(|node| Step::Drain { node }),
+        1 => any().prop_map(|node| Step::Resume { node }),
+        1 => any().prop_map(|node| Step::Remove { node }),
+    ]
+}
+
+fn demand(gpu: usize, rest: usize) -> Option<(Demand, PlainDemand)> {
+    let ((gpu, micro), (cpu, milli, memory_gb, mib)) = (GPUS[gpu], REST[rest]);
+    let plain = PlainDemand { gpu: micro, cpu: milli, memory: mib };
+    (micro + milli + mib > 0).then(|| (Demand::new(gpu, cpu, memory_gb).unwrap(), plain))
+}
+
+/// Both pools, and the leases of both: a token of the plain one is gone once released.
+struct Twins {
+    pool: Pool,
+    plain: PlainPool,
+    leases: Vec<(Lease, Vec<Option<PlainToken>>)>,
+    added: usize,
+}
+
+impl Twins {
+    fn new(nodes: &[(u32, usize, usize)]) -> Self {
+        let pool = Pool::new([]).unwrap();
+        let mut twins = Self { pool, plain: PlainPool::default(), leases: Vec::new(), added: 0 };
+        for &(gpus, cpu, memory) in nodes {
+            twins.add(gpus, cpu, memory);
+        }
+        twins
+    }
+
+    fn add(&mut self, gpus: u32, cpu: usize, memory: usize) {
+        let name = format!("n{}", self.added);
+        self.added += 1;
+        let ids: Vec<i64> = (0..i64::from(gpus)).rev().collect();
+        let spec = NodeSpec::new(name.clone(), ids, CPUS[cpu] as f64, MEMORIES[memory] as f64);
+        self.pool.add_node(&spec).unwrap();
+        self.plain.add(&name, gpus, CPUS[cpu] * 1_000, MEMORIES[memory] * 1_024);
+    }
+
+    fn acquire(&mut self, gpu: usize, rest: usize, count: usize) {
+        let Some((demand, plain_demand)) = demand(gpu, rest) else { return };
+        let free = self.plain.free_tokens(plain_demand);
+        assert_eq!(self.pool.free_tokens_for(&demand), free);
+        let explained = self.pool.explain(&demand, count as u64);
+        assert_eq!((explained.free_tokens, explained.max_tokens), (free, self.pool.max_tokens_for(&demand)));
+        let version = self.pool.release_version();
+        let expected = self.plain.acquire(plain_demand, count);
+        let lease = self.pool.try_acquire(&demand, count as u64).unwrap();
+        assert_eq!(lease.is_some(), expected.is_some());
+        assert_eq!(explained.fits_now(), expected.is_some());
+        assert_eq!(self.pool.release_version(), version);
+        if let (Some(lease), Some(expected)) = (lease, expected) {
+            for (placed, expected) in lease.placements().iter().zip(&expected) {
+                assert_eq!((&placed.node, &placed.gpu_ids), (&expected.node, &expected.gpu_ids));
+            }
+            assert_eq!(lease.len(), expected.len());
+            self.leases.push((lease, expected.into_iter().map(Some).collect()));
+        }
+    }
+
+    fn release_token(&mut self, lease: usize, token: usize) {
+        let Some((lease, tokens)) = pick(&mut self.leases, lease) else { return };
+        let index = token % tokens.len();
+        let released = lease.release_token(index);
+        match tokens[index].take() {
+            Some(token) => {
+                released.unwrap();
+                self.plain.release(&token);
+            }
+            None => assert!(released.is_err()),
+        }
+    }
+
+    fn end_lease(&mut self, lease: usize, how: impl FnOnce(&mut Lease)) {
+        if self.leases.is_empty() {
+            return;
+        }
+        let at = lease % self.leases.len();
+        let (mut lease, tokens) = self.leases.swap_remove(at);
+        how(&mut lease);
+        drop(lease);
+        for token in tokens.into_iter().flatten() {
+            self.plain.release(&token);
+        }
+    }
+
+    /// Gives a lease up and takes the same room again, as after a restart; the plain pool does not move.
+    fn adopt(&mut self, lease: usize) {
+        let Some((lease, tokens)) = pick(&mut self.leases, lease) else { return };
+        let plain = &mut self.plain;
+        let leaving = tokens.iter().flatten().any(|token| plain.find(&token.node).leaves_when_empty);
+        // A leaving node would be gone in between.
+        if lease.held() < lease.len() || leaving {
+            return;
+        }
+        let (demand, placements) = (*lease.demand(), lease.placements());
+        lease.release().unwrap();
+        *lease = self.pool.adopt(&demand, &placements).unwrap();
+        assert_eq!(lease.placements(), placements);
+    }
+
+    fn change_node(&mut self, node: usize, change: impl FnOnce(&Pool, &mut PlainPool, &str)) {
+        let names = self.plain.names();
+        if !names.is_empty() {
+            change(&self.pool, &mut self.plain, &names[node % names.len()]);
+        }
+    }
+
+    fn check(&self) {
+        let usage = self.pool.nodes();
+        let plain: Vec<_> = self.plain.nodes.iter().flatten().collect();
+        assert_eq!(usage.len(), plain.len());
+        for (node, plain) in usage.iter().zip(plain) {
+            assert_eq!(node.node, plain.name);
+            assert_eq!(node.tokens, plain.tokens);
+            let gpu_free: Vec<u64> = node.gpu_free.iter().map(|free| micro(*free)).collect();
+            assert_eq!(gpu_free, plain.gpus.values().copied().collect::<Vec<_>>());
+            assert_eq!(micro(node.cpu_free), plain.cpu * 1_000);
+            assert_eq!(micro(node.memory_gb_free / 1_000_000.0 * 1_024.0), plain.memory);
+        }
+    }
+}
+
+#[allow(clippy::cast_sign_loss)]
+fn micro(value: f64) -> u64 {
+    (value * 1e6).round() as u64
+}
+
+fn pick<T>(items: &mut [T], any: usize) -> Option<&mut T> {
+    let len = items.len();
+    if len == 0 { None } else { items.get_mut(any % len) }
+}
+
+fn run(nodes: &[(u32, usize, usize)], steps: Vec<Step>) {
+    let mut twins = Twins::new(nodes);
+    for step in steps {
+        match step {
+            Step::Acquire { gpu, rest, count } => twins.acquire(gpu, rest, count),
+            Step::ReleaseToken { lease, token } => twins.release_token(lease, token),
+            Step::ReleaseLease { lease } => twins.end_lease(lease, |lease| lease.release().unwrap()),
+            Step::DropLease { lease } => twins.end_lease(lease, |_| ()),
+            Step::Adopt { lease } => twins.adopt(lease),
+            Step::Add { gpus, cpu, memory } => twins.add(gpus, cpu, memory),
+            Step::Drain { node } => twins.change_node(node, |pool, plain, name| {
+                pool.drain_node(name).unwrap();
+                plain.set(name, false, false);
+            }),
+            Step::Resume { node } => twins.change_node(node, |pool, plain, name| {
+                pool.resume_node(name).unwrap();
+                plain.set(name, true, false);
+            }),
+            Step::Remove { node } => twins.change_node(node, |pool, plain, name| {
+                let is_gone = pool.remove_node(name).unwrap();
+                plain.set(name, false, true);
+                assert_eq!(is_gone, !plain.names().contains(&name.to_string()));
+            }),
+        }
+        twins.check();
+    }
+    while !twins.leases.is_empty() {
+        twins.end_lease(0, |_| ());
+    }
+    twins.check();
+    for gpu in 0..GPUS.len() {
+        if let Some((demand, _)) = demand(gpu, 3) {
+            assert_eq!(twins.pool.free_tokens_for(&demand), twins.pool.max_tokens_for(&demand));
+        }
+    }
+}
+
+fn node() -> impl Strategy<Value = (u32, usize, usize)> {
+    (prop_oneof![Just(0_u32), Just(2), Just(8), 0..13_u32], 0..CPUS.len(), 0..MEMORIES.len())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn mixed_nodes_and_mixed_shapes(
+        nodes in prop::collection::vec(node(), 0..8),
+        steps in prop::collection::vec(step(), 1..60),
+    ) {
+        run(&nodes, steps);
+    }
+
+    /// Enough equal nodes that buckets outgrow their small form and nodes span several words.
+    #[test]
+    fn many_equal_nodes(
+        count in 60..140_usize,
+        gpus in 1..9_u32,
+        steps in prop::collection::vec(step(), 1..25),
+    ) {
+        run(&vec![(gpus, 3, 3); count], steps);
+    }
+
+    /// Few shapes and big batches, so that links between buckets are used again and again.
+    #[test]
+    fn one_shape_over_and_over(
+        nodes in prop::collection::vec(node(), 1..20),
+        gpu in 1..GPUS.len(),
+        rest in 0..REST.len(),
+        counts in prop::collection::vec((1..120_usize, any::<usize>(), any::<bool>()), 1..40),
+    ) {
+        let steps = counts.into_iter().flat_map(|(count, any, whole)| {
+            let back = if whole {
+                Step::ReleaseLease { lease: any }
+            } else {
+                Step::ReleaseToken { lease: any, token: any / 7 }
+            };
+            [Step::Acquire { gpu, rest, count }, back]
+        });
+        run(&nodes, steps.collect());
+    }
+
+    #[test]
+    fn capacity_of_the_empty_pool_is_what_greedy_reaches(
+        nodes in prop::collection::vec(node(), 0..8),
+        gpu in 1..GPUS.len(),
+        rest in 0..REST.len(),
+    ) {
+        let twins = Twins::new(&nodes);
+        let (demand, plain_demand) = demand(gpu, rest).unwrap();
+        // A thousandth of a GPU alone would place tens of thousands of tokens one scan each.
+        prop_assume!(plain_demand.gpu != 1_000 || plain_demand.cpu > 0);
+        prop_assert_eq!(twins.pool.max_tokens_for(&demand), twins.plain.free_tokens(plain_demand));
+    }
+}

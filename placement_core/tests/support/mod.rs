@@ -1,0 +1,151 @@
+//! A plain pool to compare with: whole scans over integers, the written rules word by word, no code of the crate.
+
+use std::collections::BTreeMap;
+
+pub(crate) const MICRO: u64 = 1_000_000;
+
+/// What one token takes: micro-GPU, milli-cores, MiB.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PlainDemand {
+    pub(crate) gpu: u64,
+    pub(crate) cpu: u64,
+    pub(crate) memory: u64,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct PlainNode {
+    pub(crate) name: String,
+    pub(crate) gpus: BTreeMap<u32, u64>,
+    pub(crate) cpu: u64,
+    pub(crate) memory: u64,
+    pub(crate) takes_tokens: bool,
+    pub(crate) leaves_when_empty: bool,
+    pub(crate) tokens: u64,
+}
+
+impl PlainNode {
+    fn choose(&self, demand: PlainDemand) -> Option<Vec<u32>> {
+        if !self.takes_tokens || demand.cpu > self.cpu || demand.memory > self.memory {
+            return None;
+        }
+        if demand.gpu == 0 {
+            return Some(Vec::new());
+        }
+        if demand.gpu < MICRO {
+            let fitting = self.gpus.iter().filter(|(_, free)| **free >= demand.gpu);
+            return fitting.min_by_key(|(id, free)| (**free, **id)).map(|(id, _)| vec![*id]);
+        }
+        let count = usize::try_from(demand.gpu / MICRO).unwrap();
+        let whole: Vec<u32> =
+            self.gpus.iter().filter(|(_, free)| **free == MICRO).map(|(id, _)| *id).take(count).collect();
+        (whole.len() == count).then_some(whole)
+    }
+
+    fn take(&mut self, token: &PlainToken) {
+        for id in &token.gpu_ids {
+            *self.gpus.get_mut(id).unwrap() -= token.demand.gpu.min(MICRO);
+        }
+        self.cpu -= token.demand.cpu;
+        self.memory -= token.demand.memory;
+        self.tokens += 1;
+    }
+
+    fn give(&mut self, token: &PlainToken) {
+        for id in &token.gpu_ids {
+            *self.gpus.get_mut(id).unwrap() += token.demand.gpu.min(MICRO);
+        }
+        self.cpu += token.demand.cpu;
+        self.memory += token.demand.memory;
+        self.tokens -= 1;
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct PlainToken {
+    pub(crate) node: String,
+    pub(crate) gpu_ids: Vec<u32>,
+    pub(crate) demand: PlainDemand,
+}
+
+#[derive(Debug, Clone, Default)]
+pub(crate) struct PlainPool {
+    pub(crate) nodes: Vec<Option<PlainNode>>,
+}
+
+impl PlainPool {
+    pub(crate) fn add(&mut self, name: &str, gpus: u32, cpu: u64, memory: u64) {
+        let node = PlainNode {
+            name: name.to_string(),
+            gpus: (0..gpus).map(|id| (id, MICRO)).collect(),
+            cpu,
+            memory,
+            takes_tokens: true,
+            leaves_when_empty: false,
+            tokens: 0,
+        };
+        match self.nodes.iter().position(Option::is_none) {
+            Some(vacant) => self.nodes[vacant] = Some(node),
+            None => self.nodes.push(Some(node)),
+        }
+    }
+
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.nodes.iter().flatten().map(|node| node.name.clone()).collect()
+    }
+
+    pub(crate) fn find(&mut self, name: &str) -> &mut PlainNode {
+        self.nodes.iter_mut().flatten().find(|node| node.name == name).unwrap()
+    }
+
+    pub(crate) fn acquire(&mut self, demand: PlainDemand, count: usize) -> Option<Vec<PlainToken>> {
+        let before = self.clone();
+        let tokens: Option<Vec<_>> = (0..count).map(|_| self.place(demand)).collect();
+        if tokens.is_none() {
+            *self = before;
+        }
+        tokens
+    }
+
+    /// How many can be placed one after another from the state now.
+    pub(crate) fn free_tokens(&self, demand: PlainDemand) -> u64 {
+        let mut tried = self.clone();
+        std::iter::from_fn(|| tried.place(demand)).count() as u64
+    }
+
+    pub(crate) fn release(&mut self, token: &PlainToken) {
+        self.find(&token.node).give(token);
+        self.drop_the_left();
+    }
+
+    pub(crate) fn set(&mut self, name: &str, takes_tokens: bool, leaves_when_empty: bool) {
+        let node = self.find(name);
+        node.takes_tokens = takes_tokens;
+        node.leaves_when_empty = leaves_when_empty;
+        self.drop_the_left();
+    }
+
+    fn drop_the_left(&mut self) {
+        for place in &mut self.nodes {
+            if place.as_ref().is_some_and(|node| node.leaves_when_empty && node.tokens == 0) {
+                *place = None;
+            }
+        }
+    }
+
+    fn place(&mut self, demand: PlainDemand) -> Option<PlainToken> {
+        let mut best: Option<((u64, u64, u64), usize, Vec<u32>)> = None;
+        for (position, node) in self.nodes.iter().enumerate() {
+            let Some(node) = node else { continue };
+            let Some(gpu_ids) = node.choose(demand) else { continue };
+            let rank = (node.gpus.values().sum(), node.cpu, node.memory);
+            if best.as_ref().is_none_or(|(known, _, _)| rank > *known) {
+                best = Some((rank, position, gpu_ids));
+            }
+        }
+        let (_, position, gpu_ids) = best?;
+        let node = self.nodes[position].as_mut().unwrap();
+        let token = PlainToken { node: node.name.clone(), gpu_ids, demand };
+        node.take(&token);
+        Some(token)
+    }
+}

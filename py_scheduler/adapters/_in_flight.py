@@ -1,0 +1,100 @@
+"""Generations under way, as `abort` and `close` see them.
+
+Invariants: a rid is in flight at most once; `finished` is set exactly when its `generate` is over; a flight that was
+cut never waits again: its current wait ends at once, and so does every later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
+
+from py_scheduler.errors import EngineRejectedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterator
+
+
+class Flight:
+    """One `generate` call. `engine_rid` is what the engine knows it as; empty while it knows nothing of it."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+        self.engine_rid = ""
+        self.abort_requested = False
+        self.finished = asyncio.Event()
+        self.was_cut = False
+        self._scope: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def watched(self, seconds: float | None = None) -> AsyncIterator[None]:
+        """A stretch of waiting: TimeoutError after `seconds` without `allow`, or at once when cut."""
+        if self.was_cut:
+            raise TimeoutError
+        async with asyncio.timeout(None) as scope:
+            self._scope = scope
+            try:
+                self.allow(seconds)
+                yield
+            finally:
+                self._scope = None
+
+    def allow(self, seconds: float | None) -> None:
+        """Sets the current stretch's limit to `seconds` from now."""
+        if self._scope is not None:
+            now = asyncio.get_running_loop().time()
+            self._scope.reschedule(now if self.was_cut else None if seconds is None else now + seconds)
+
+    def cut(self) -> None:
+        self.was_cut = True
+        self.allow(0)
+
+
+class Flights:
+    """All flights of one engine, and the clean-ups that follow some of them."""
+
+    def __init__(self) -> None:
+        self._flights: dict[str, Flight] = {}
+        self._clean_ups: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def get(self, rid: str) -> Flight | None:
+        return self._flights.get(rid)
+
+    @contextmanager
+    def enter(self, rid: str) -> Iterator[Flight]:
+        """Raises EngineRejectedError for a rid that is in flight: two of one name could not be aborted apart."""
+        if rid in self._flights:
+            raise EngineRejectedError(f"rid {rid!r} is in flight already: give every generation a rid of its own")
+        flight = self._flights[rid] = Flight(rid)
+        try:
+            yield flight
+        finally:
+            del self._flights[rid]
+            flight.finished.set()
+
+    def clean_up(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Runs `work` beside its caller, who may be cancelled; `work` bounds itself and raises nothing."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._clean_ups.add(task)
+        task.add_done_callback(self._clean_ups.discard)
+        return task
+
+    async def close(self, seconds: float) -> None:
+        """Cuts every flight, lets clean-ups finish within `seconds`, and cancels what then still runs."""
+        for flight in list(self._flights.values()):
+            flight.cut()
+        endings = [asyncio.ensure_future(flight.finished.wait()) for flight in self._flights.values()]
+        deadline = asyncio.get_running_loop().time() + seconds
+        if endings:
+            _, late = await asyncio.wait(endings, timeout=seconds)
+            for ending in late:
+                ending.cancel()
+        while self._clean_ups:
+            left = deadline - asyncio.get_running_loop().time()
+            _, running = await asyncio.wait(self._clean_ups, timeout=max(0.0, left))
+            for task in running:
+                task.cancel()

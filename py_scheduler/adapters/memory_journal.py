@@ -1,0 +1,68 @@
+"""A journal that lives as long as the process: what was acknowledged does not survive a crash.
+
+Invariants: `_records` are consecutive sequences; the oldest are dropped when either limit is passed, so memory is bounded.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from py_scheduler.domain.events import EventRecord
+
+
+class MemoryJournal:
+    """Implements `domain.ports.Journal`; commits at once."""
+
+    def __init__(self, *, retained_events: int = 1_000_000, retained_bytes: int = 1 << 30) -> None:
+        self._store_epoch = os.urandom(16)
+        self._retained_events = retained_events
+        self._retained_bytes = retained_bytes
+        self._records: list[EventRecord] = []
+        self._dropped = 0
+        """Records at the head of `_records` that no longer count; they are cut off together."""
+        self._bytes = 0
+        self._on_commit: Callable[[int], None] | None = None
+
+    @property
+    def store_epoch(self) -> bytes:
+        return self._store_epoch
+
+    @property
+    def is_durable(self) -> bool:
+        return False
+
+    @property
+    def oldest_sequence(self) -> int:
+        return self._records[self._dropped].sequence if self._records else 1
+
+    def start(self, on_commit: Callable[[int], None]) -> None:
+        self._on_commit = on_commit
+
+    def append(self, records: Sequence[EventRecord]) -> None:
+        self._records.extend(records)
+        self._bytes += sum(record.size for record in records)
+        self._drop_oldest()
+        if self._on_commit is not None:
+            self._on_commit(records[-1].sequence)
+
+    async def read(self, after_sequence: int, limit: int) -> list[EventRecord]:
+        start = max(after_sequence + 1 - self.oldest_sequence, 0) + self._dropped
+        return self._records[start : start + limit]
+
+    async def close(self) -> None:
+        self._on_commit = None
+
+    def _drop_oldest(self) -> None:
+        records = self._records
+        while len(records) - self._dropped > 1 and (
+            self._bytes > self._retained_bytes or len(records) - self._dropped > self._retained_events
+        ):
+            self._bytes -= records[self._dropped].size
+            self._dropped += 1
+        if self._dropped > len(records) // 2:
+            del records[: self._dropped]
+            self._dropped = 0

@@ -1,0 +1,1 @@
+"""The gRPC face of the engine. No logic of its own: decode, call, encode."""

@@ -1,0 +1,137 @@
+"""SchedulerService on an engine.
+
+Invariant: a watch ends its subscription in the task of its own call, whichever way the call ends, so a client that goes
+away leaves nothing behind.
+"""
+
+# ruff: noqa: N802, ARG002 - names and signatures are the proto's
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+
+from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
+from py_scheduler.api.boundary import CallRefusedError
+from py_scheduler.wire import requests as wire
+from py_scheduler.wire.cursor import CursorCodec
+from py_scheduler.wire.events import encode_frames
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    import grpc.aio
+
+    from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
+    from py_scheduler.api.engine_port import EnginePort
+    from py_scheduler.domain.requests import EventFrame
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+_ANSWER_MARGIN_SECONDS = 0.25
+"""How long before its deadline a waiting call is answered, so that the answer arrives in time."""
+
+
+class _Stream:
+    """One open watch. `idle`: it waits for the engine, so cancelling it interrupts no write."""
+
+    __slots__ = ("idle", "task", "through_sequence")
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.task = task
+        self.idle = False
+        self.through_sequence = 0
+
+
+class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
+    """Decode, call the engine, encode. Errors travel to the boundary."""
+
+    def __init__(self, engine: EnginePort, version: str, max_tasks_per_call: int) -> None:
+        self._engine = engine
+        self._version = version
+        self._max_tasks_per_call = max_tasks_per_call
+        self._streams: set[_Stream] = set()
+        self._ending = False
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    async def SubmitTasks(self, request: service.SubmitTasksRequest, context: Context) -> service.SubmitTasksResponse:
+        submit = wire.decode_submit_request(request, self._max_tasks_per_call)
+        reply = await self._engine.submit(submit)
+        return wire.encode_submit_reply(reply, submit.key.namespace, self._engine.store_epoch)
+
+    async def GetSubmission(
+        self, request: service.GetSubmissionRequest, context: Context
+    ) -> service.GetSubmissionResponse:
+        return wire.encode_submission(self._engine.submission(wire.decode_get_request(request)))
+
+    async def AbortSubmission(
+        self, request: service.AbortSubmissionRequest, context: Context
+    ) -> service.AbortSubmissionResponse:
+        reply = await self._engine.abort(wire.decode_abort_request(request, _time_to_answer(context)))
+        return wire.encode_abort_reply(reply)
+
+    async def GetServerInfo(
+        self, request: service.GetServerInfoRequest, context: Context
+    ) -> service.GetServerInfoResponse:
+        return wire.encode_server_info(await self._engine.server_info(self._version))
+
+    async def WatchEvents(  # type: ignore[override] # writes to the context instead of yielding
+        self, request: service.WatchEventsRequest, context: Context
+    ) -> None:
+        event_filter = wire.decode_filter(request.filter)
+        cursors = CursorCodec(self._engine.store_epoch, event_filter)
+        after = cursors.decode(request.cursor)
+        task = asyncio.current_task()
+        if task is None:
+            message = "a watch runs in the task of its call"
+            raise RuntimeError(message)
+        stream = _Stream(task)
+        self._streams.add(stream)
+        try:
+            # The port promises no more than an iterator; what `async def` with yield makes can be closed as well.
+            watch = cast("AsyncGenerator[EventFrame, None]", self._engine.watch(event_filter, after))
+            async with aclosing(watch) as frames:
+                await self._pump(stream, frames, cursors, context)
+        finally:
+            self._streams.discard(stream)
+        raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the server is stopping: resume from the last cursor")
+
+    async def _pump(
+        self, stream: _Stream, frames: AsyncGenerator[EventFrame, None], cursors: CursorCodec, context: Context
+    ) -> None:
+        """Returns when the server is stopping and everything that happened has been sent."""
+        while not (self._ending and stream.through_sequence >= self._engine.last_sequence):
+            stream.idle = True
+            try:
+                frame = await anext(frames, None)
+            except asyncio.CancelledError:
+                if self._ending and not context.cancelled():
+                    stream.task.uncancel()
+                    return
+                raise
+            finally:
+                stream.idle = False
+            if frame is None:
+                return
+            for encoded in encode_frames(frame, cursors):
+                await context.write(encoded)
+            stream.through_sequence = frame.through_sequence
+
+    def end_streams(self) -> None:
+        """Lets every watch send what has happened until now and end, with a status that says to resume."""
+        self._ending = True
+        for stream in self._streams:
+            if stream.idle and stream.through_sequence >= self._engine.last_sequence:
+                stream.task.cancel()
+
+
+def _time_to_answer(context: Any) -> float | None:
+    """Seconds a call may wait so that its answer arrives in time; None without a deadline."""
+    remaining: float | None = context.time_remaining()
+    return None if remaining is None else max(0.0, remaining - min(_ANSWER_MARGIN_SECONDS, remaining / 4))

@@ -1,0 +1,91 @@
+"""The gRPC server: its services, its options, its start and its graceful stop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
+from py_scheduler.api.boundary import Boundary
+from py_scheduler.api.health import HealthServicer
+from py_scheduler.api.scheduler_servicer import SchedulerServicer
+from py_scheduler.config import UNIX_PREFIX
+from py_scheduler.errors import ConfigError
+
+if TYPE_CHECKING:
+    from py_scheduler.api.engine_port import EnginePort
+    from py_scheduler.config import ServerSettings
+
+SCHEDULER_SERVICE = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_STREAMS_END_SECONDS = 3.0
+
+
+class ApiServer:
+    """Serves an engine that somebody else starts and stops."""
+
+    def __init__(self, engine: EnginePort, version: str, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._servicer = SchedulerServicer(engine, version, settings.max_tasks_per_call)
+        self._health = HealthServicer([SCHEDULER_SERVICE])
+        self._server = grpc.aio.server(interceptors=[Boundary()], options=_options(settings))
+        scheduler_service_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if settings.reflection:
+            names = [SCHEDULER_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection(names, self._server)
+
+    @property
+    def open_streams(self) -> int:
+        return self._servicer.open_streams
+
+    def bind(self) -> str:
+        """Takes the port and returns the address with it. Raises ConfigError when it cannot be had.
+
+        Apart from `start`, so that a port in use is known before a model is loaded.
+        """
+        listen = self._settings.listen
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {listen}: the port is taken, or the host is not one of this machine; "
+                "choose another, or port 0 for any free one",
+                "server.listen",
+            ) from error
+        return listen if listen.startswith(UNIX_PREFIX) else f"{listen.rpartition(':')[0]}:{port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    def stop_serving(self) -> None:
+        """Health says NOT_SERVING; calls are still answered, streams go on."""
+        self._health.stop_serving()
+
+    async def stop(self) -> None:
+        """Streams end with a cursor to resume from; what does not end is cut off after three seconds."""
+        self._health.stop_serving()
+        self._health.end_streams()
+        self._servicer.end_streams()
+        await self._server.stop(_STREAMS_END_SECONDS)
+
+
+def _options(settings: ServerSettings) -> list[tuple[str, int]]:
+    return [
+        # Two servers on one port would share the calls, and each would know half of the submissions.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        # A client that pings too often costs little; one that is cut off for it loses its stream.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        # Notices a client whose machine vanished without a word, so that its watch is freed.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.max_metadata_size", 64 * 1024),
+    ]

@@ -1,0 +1,296 @@
+"""The asyncio client.
+
+Invariants
+  1. A watch yields frames that join without a gap or a repetition, also across broken connections, or it raises.
+  2. A call that was broken off is sent again only if that cannot make it happen twice: submits carry a request id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+import grpc.aio
+import msgspec
+
+from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
+from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
+from py_scheduler.client._backoff import Backoff
+from py_scheduler.client._channel import error_of_call, is_broken_connection, open_channel
+from py_scheduler.client._rollout import follow_rollout
+from py_scheduler.domain.limits import MAX_MESSAGE_BYTES
+from py_scheduler.domain.requests import AbortRequest, EventFilter, SubmissionSelector
+from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey
+from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, ServerError
+from py_scheduler.wire import requests as wire
+from py_scheduler.wire.events import decode_frame
+from py_scheduler.wire.submissions import SubmitChunk, encode_submission_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+    from types import TracebackType
+
+    from py_scheduler.client._rollout import RolloutEvent
+    from py_scheduler.domain.requests import AbortReply, EventKind, ServerInfo, SubmissionView, WatchedFrame
+    from py_scheduler.domain.task import Task
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+_CALL_SECONDS = 60.0
+_CHUNK_TASKS = 1_000
+_CHUNK_BYTES = 4 << 20
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """What `submit` returns. task_ids stand in the order of the tasks; a watch from `cursor` on sees all their events.
+
+    warnings: what was not taken as asked, such as a fallback evaluator.
+    """
+
+    submission_id: str
+    task_ids: tuple[str, ...]
+    warnings: tuple[str, ...]
+    cursor: bytes
+
+
+class SchedulerClient:
+    """Talks to one server; any number of calls at a time. Use it as `async with`, or call `open` and `close`.
+
+    reconnect_seconds: how long a connection may stay broken before calls and watches give up. 0: not at all.
+    max_message_bytes: the largest message that is sent or taken.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        namespace: str = DEFAULT_NAMESPACE,
+        reconnect_seconds: float = 30.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._target = target
+        self._namespace = namespace
+        self._reconnect_seconds = reconnect_seconds
+        self._max_message_bytes = max_message_bytes
+        self._channel: grpc.aio.Channel | None = None
+        self._stub_of_channel: scheduler_service_pb2_grpc.SchedulerServiceStub | None = None
+
+    @classmethod
+    def connect(cls, target: str = DEFAULT_TARGET, **settings: Any) -> Self:
+        """Reads well in `async with SchedulerClient.connect("127.0.0.1:50051") as client`."""
+        return cls(target, **settings)
+
+    async def open(self) -> None:
+        """Ties the client to the running loop. The server need not be there yet."""
+        if self._channel is None:
+            self._channel = open_channel(self._target, self._max_message_bytes)
+            self._stub_of_channel = scheduler_service_pb2_grpc.SchedulerServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """Ends open watches. Work on the server goes on."""
+        channel, self._channel, self._stub_of_channel = self._channel, None, None
+        if channel is not None:
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Calls
+
+    async def submit(
+        self, tasks: Iterable[Task], batch_id: BatchId, *, request_id: str | None = None, namespace: str | None = None
+    ) -> Submission:
+        """Hands in tasks, in several calls when they are many; returns when the server has taken them all.
+
+        The same request_id with the same tasks again gives the same task ids and runs nothing twice; None makes a fresh
+        one. A call is all or nothing; when a later one of several is refused, the tasks of the earlier ones stay
+        accepted.
+        Raises InvalidArgumentError, UnplaceableError, AlreadyExistsError, ResourceExhaustedError, ServerError.
+        """
+        replies = [await self.submit_chunk(chunk) for chunk in self._chunks(tasks, batch_id, request_id, namespace)]
+        return Submission(
+            submission_id=replies[0].submission_id,
+            task_ids=tuple([task_id for reply in replies for task_id in reply.task_ids]),
+            warnings=tuple(dict.fromkeys(warning for reply in replies for warning in reply.warnings)),
+            cursor=replies[0].cursor,
+        )
+
+    async def get_submission(
+        self, batch_id: BatchId | None = None, *, submission_id: str = "", namespace: str | None = None
+    ) -> SubmissionView:
+        """How a submission stands, and why what waits is waiting. Raises NotFoundError."""
+        selector = self._selector(batch_id, submission_id, namespace)
+        request = wire.encode_get_request(selector)
+        reply = await self._call(lambda stub: stub.GetSubmission, request)
+        return wire.decode_submission(reply, selector.namespace)
+
+    async def abort(
+        self,
+        batch_id: BatchId | None = None,
+        *,
+        submission_id: str = "",
+        namespace: str | None = None,
+        task_ids: Iterable[str] = (),
+        reason: str = "",
+        wait: bool = True,
+        timeout_seconds: float = _CALL_SECONDS,
+    ) -> AbortReply:
+        """Stops a submission, or those of its tasks that are named. Each task still ends with its own TaskDone.
+
+        wait: return when the work has stopped, or shortly before `timeout_seconds` with what is `still_stopping`.
+        Raises NotFoundError.
+        """
+        abort = AbortRequest(
+            selector=self._selector(batch_id, submission_id, namespace),
+            task_ids=tuple(task_ids),
+            reason=reason,
+            wait=wait,
+        )
+        request = wire.encode_abort_request(abort)
+        reply = await self._call(lambda stub: stub.AbortSubmission, request, timeout_seconds)
+        return wire.decode_abort_reply(reply)
+
+    async def server_info(self) -> ServerInfo:
+        """The server's evaluators, engines and nodes."""
+        reply = await self._call(lambda stub: stub.GetServerInfo, service.GetServerInfoRequest())
+        return wire.decode_server_info(reply)
+
+    # Streams
+
+    async def watch(
+        self,
+        *,
+        submission_id: str = "",
+        kinds: Iterable[EventKind] = (),
+        cursor: bytes = b"",
+        namespace: str | None = None,
+    ) -> AsyncGenerator[WatchedFrame, None]:
+        """Frames of events from a cursor on, for as long as they are read; an empty cursor is the oldest event.
+
+        Empty submission_id: all submissions of the namespace; no kinds: all kinds. Frames without events come now and
+        then: their cursor is as good to resume from. A broken connection is resumed from the last frame.
+        Raises CursorExpiredError, CursorMismatchError, InvalidArgumentError, ServerError.
+        """
+        event_filter = EventFilter(
+            submission_id=submission_id, kinds=frozenset(kinds), namespace=namespace or self._namespace
+        )
+        request = service.WatchEventsRequest(filter=wire.encode_filter(event_filter), cursor=cursor)
+        backoff = Backoff(self._reconnect_seconds)
+        last_through: int | None = None
+        while True:
+            call = self._stub.WatchEvents(request)
+            try:
+                async for message in call:
+                    backoff.connected()
+                    if last_through is not None and message.after_sequence != last_through:
+                        raise ServerError(
+                            f"the stream goes on after event {message.after_sequence} instead of {last_through}: "
+                            "resume from the last cursor",
+                            "DATA_LOSS",
+                        )
+                    last_through = message.through_sequence
+                    request.cursor = message.cursor
+                    yield decode_frame(message)
+            except grpc.aio.AioRpcError as error:
+                if not (is_broken_connection(error) and await backoff.wait()):
+                    raise error_of_call(error) from error
+            except asyncio.CancelledError:
+                if self._channel is not None:
+                    raise
+                # grpc ends the calls of a closed channel with this, though nobody cancelled the reader.
+                raise FailedPreconditionError("the client was closed while it was watching") from None
+            else:
+                if not await backoff.wait():
+                    raise ServerError("the server ends the stream again and again", "UNAVAILABLE")
+            finally:
+                call.cancel()
+
+    async def rollout(
+        self,
+        tasks: Iterable[Task],
+        *,
+        batch_id: BatchId,
+        request_id: str | None = None,
+        namespace: str | None = None,
+        abort_on_exit: bool = False,
+    ) -> AsyncGenerator[RolloutEvent, None]:
+        """Submits tasks and yields each `SampleDone` and `TaskDone` as it happens, until every task is done.
+
+        Leaving early (break, an exception, a cancel) leaves the work running, to be watched again from the server;
+        with `abort_on_exit` it is aborted instead. Raises what `submit` and `watch` raise.
+        """
+        batches = self.rollout_batches(
+            tasks, batch_id=batch_id, request_id=request_id, namespace=namespace, abort_on_exit=abort_on_exit
+        )
+        async with aclosing(batches):
+            async for batch in batches:
+                for event in batch:
+                    yield event
+
+    async def rollout_batches(
+        self,
+        tasks: Iterable[Task],
+        *,
+        batch_id: BatchId,
+        request_id: str | None = None,
+        namespace: str | None = None,
+        abort_on_exit: bool = False,
+    ) -> AsyncGenerator[list[RolloutEvent], None]:
+        """`rollout` with the events that arrived together in one list."""
+        chunks = self._chunks(tasks, batch_id, request_id, namespace)
+        following = follow_rollout(self, chunks, namespace, abort_on_exit=abort_on_exit)
+        async with aclosing(following):
+            async for batch in following:
+                yield batch
+
+    # Inside
+
+    @property
+    def _stub(self) -> scheduler_service_pb2_grpc.SchedulerServiceStub:
+        if self._stub_of_channel is None:
+            raise FailedPreconditionError("the client is not open: use `async with SchedulerClient(...) as client`")
+        return self._stub_of_channel
+
+    def _chunks(
+        self, tasks: Iterable[Task], batch_id: BatchId, request_id: str | None, namespace: str | None
+    ) -> Iterator[SubmitChunk]:
+        key = SubmissionKey(batch_id, namespace or self._namespace)
+        return encode_submission_chunks(tasks, key, request_id or uuid.uuid4().hex, _CHUNK_TASKS, _CHUNK_BYTES)
+
+    def _selector(self, batch_id: BatchId | None, submission_id: str, namespace: str | None) -> SubmissionSelector:
+        if (batch_id is None) != bool(submission_id):
+            raise InvalidArgumentError("name the submission by exactly one of batch_id and submission_id", "batch_id")
+        return SubmissionSelector(
+            submission_id=submission_id, batch_id=batch_id, namespace=namespace or self._namespace
+        )
+
+    async def submit_chunk(self, chunk: SubmitChunk) -> service.SubmitTasksResponse:
+        """One SubmitTasks call. For the rollout's use."""
+        try:
+            reply: service.SubmitTasksResponse = await self._call(lambda stub: stub.SubmitTasks, chunk.request)
+        except InvalidArgumentError as error:
+            raise chunk.with_list_index(error) from error
+        return reply
+
+    async def _call(
+        self,
+        method: Callable[[scheduler_service_pb2_grpc.SchedulerServiceStub], Any],
+        request: Any,
+        timeout_seconds: float = _CALL_SECONDS,
+    ) -> Any:
+        """One unary call, sent again while the connection is broken: every method may be."""
+        backoff = Backoff(self._reconnect_seconds)
+        while True:
+            try:
+                return await method(self._stub)(request, timeout=timeout_seconds)
+            except grpc.aio.AioRpcError as error:
+                if not (is_broken_connection(error) and await backoff.wait()):
+                    raise error_of_call(error) from error

@@ -1,0 +1,36 @@
+"""How long to wait before a broken connection is tried again, and when to give up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+_FIRST_SECONDS = 0.05
+_LONGEST_SECONDS = 2.0
+
+
+class Backoff:
+    """Waits that double, with jitter, until one connection has been broken for `patience_seconds` on end."""
+
+    __slots__ = ("_broken_since", "_delay", "_patience_seconds")
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience_seconds = patience_seconds
+        self._broken_since: float | None = None
+        self._delay = _FIRST_SECONDS
+
+    def connected(self) -> None:
+        """Something came through: the next break starts from the beginning."""
+        self._broken_since = None
+        self._delay = _FIRST_SECONDS
+
+    async def wait(self) -> bool:
+        """Waits its time; False, at once, when patience is over."""
+        now = asyncio.get_running_loop().time()
+        if self._broken_since is None:
+            self._broken_since = now
+        if now - self._broken_since >= self._patience_seconds:
+            return False
+        await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))
+        self._delay = min(_LONGEST_SECONDS, self._delay * 2)
+        return True

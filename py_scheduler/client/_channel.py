@@ -1,0 +1,68 @@
+"""The client's end of the connection: its options, and statuses turned back into errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+
+from py_scheduler.errors import ResourceExhaustedError, ServerError
+from py_scheduler.wire.errors import error_of
+
+if TYPE_CHECKING:
+    from py_scheduler.errors import SchedulerError
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+def open_channel(target: str, max_message_bytes: int) -> grpc.aio.Channel:
+    """A channel of the running loop. Nothing is connected before the first call."""
+    return grpc.aio.insecure_channel(
+        target,
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            # A watch may be silent for hours: pings keep middle boxes from forgetting it, and notice a dead server.
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            # The calls' own retries know about request ids and cursors; the channel reconnects as soon as they ask.
+            ("grpc.enable_retries", 0),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2_000),
+            ("grpc.max_metadata_size", 64 * 1024),
+        ],
+    )
+
+
+def is_broken_connection(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the server could not be reached, or is going: the same call may work in a moment."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and _details(error) is None
+
+
+def error_of_call(error: grpc.aio.AioRpcError) -> SchedulerError:
+    """What a failed call means, in the tree of errors.py."""
+    code = error.code()
+    message = error.details() or ""
+    status = _details(error)
+    if status is not None:
+        return error_of(status, code.name)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return ResourceExhaustedError(f"a message is larger than one end takes (max_message_bytes): {message}")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        message = "no answer within the call's timeout: whether it took effect is unknown, so call again"
+    return ServerError(message or code.name, code.name)
+
+
+def _details(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
+    return None

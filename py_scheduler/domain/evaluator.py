@@ -1,0 +1,103 @@
+"""What a handler is and how it is bound to resources (design words: Handler, Episode, Evaluator).
+
+Handlers are configured on the server; nothing that comes from a client is imported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from py_scheduler.domain.generation import ChatMessage, Generation, SamplingParams, StoppingCriteria
+from py_scheduler.domain.resources import PlacementToken, Resource
+from py_scheduler.domain.results import AgentResult, Reward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from py_scheduler.domain.task import Sample
+
+STUDENT = "student"
+
+
+class Episode(Protocol):
+    """One handler execution for one sample. It records every token that is observed or generated through it."""
+
+    sample: Sample
+    attempt_no: int
+    token: PlacementToken | None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What the cascade says for this sample."""
+        ...
+
+    @property
+    def stopping(self) -> StoppingCriteria: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The context so far: everything observed and generated."""
+        ...
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Time left in this phase; None without a limit."""
+        ...
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a conversation under the model's own chat template, ready for the answer."""
+        ...
+
+    async def encode(self, text: str) -> list[int]: ...
+
+    def observe(self, token_ids: Iterable[int], text: str = "") -> None:
+        """Appends environment tokens (loss mask 0) to the context."""
+        ...
+
+    async def generate(self, *, role: str = STUDENT, max_new_tokens: int | None = None) -> Generation:
+        """Continues the context; the new tokens (loss mask 1) are appended to it.
+
+        Raises ContextOverflowError, EngineUnavailableError, GenerationAbortedError; partial tokens are recorded too.
+        """
+        ...
+
+
+class BaseAgent:
+    """Owns the episode: subclass it and name it in the server's configuration as `module:Class`."""
+
+    async def run(self, episode: Episode) -> AgentResult:
+        """Plays the episode."""
+        raise NotImplementedError
+
+    async def eval(self, episode: Episode, result: AgentResult) -> Reward:
+        """Scores what `run` returned."""
+        raise NotImplementedError
+
+
+class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Binds a handler to a resource model.
+
+    resource: the budget of one evaluator (one batch); its concurrency is the ceiling of samples running at once.
+    run_resource, eval_resource: what one sample holds in each phase. batch_size: tasks to a batch, None for no limit.
+    run_timeout_seconds, eval_timeout_seconds: of one sample's phase; None for no limit.
+    solve_threshold: a finished sample with at least this score is `solved`.
+    """
+
+    evaluator_id: str
+    handler: BaseAgent
+    resource: Resource
+    run_resource: Resource
+    eval_resource: Resource
+    batch_size: int | None = 1
+    default_stopping: StoppingCriteria = StoppingCriteria()
+    default_sampling: SamplingParams = SamplingParams()
+    run_timeout_seconds: float | None = None
+    eval_timeout_seconds: float | None = None
+    solve_threshold: float = 1.0
+
+    @property
+    def sample_resource(self) -> Resource:
+        """The peak that one sample holds: run and eval never overlap, and the token is kept through both."""
+        return self.run_resource.field_max(self.eval_resource)

@@ -1,0 +1,152 @@
+"""What happened, in the order it happened: the one list that journal, streams, callbacks and restart all consume.
+
+Events are facts made by the ledger alone (`scheduler/ledger.py`). All but `AttemptsLeased` are journalled and
+numbered; leases are derived again after a restart.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
+from py_scheduler.domain.task import BatchId, Task
+
+
+class AcceptedTask(msgspec.Struct, frozen=True, gc=False):
+    task_id: str
+    task: Task
+
+
+class AttemptRef(msgspec.Struct, frozen=True, gc=False):
+    """Names one try: attempt `attempt_no` (from 1) at SubTask `subtask_no` (from 0) of a task."""
+
+    task_id: str
+    subtask_no: int
+    attempt_no: int
+
+
+class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One SubmitTasks call was taken in. Tasks of one call are accepted together or not at all."""
+
+    submission_id: str
+    namespace: str
+    batch_id: BatchId
+    request_id: str
+    request_digest: bytes
+    tasks: tuple[AcceptedTask, ...]
+    unix_seconds: float
+
+
+class AttemptsLeased(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A batch was admitted. Not journalled: after a restart there is no lease."""
+
+    attempts: tuple[AttemptRef, ...]
+
+
+class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    """A handler began to work on an attempt."""
+
+    submission_id: str
+    task_id: str
+    subtask_no: int
+    attempt_no: int
+    node_ip: str
+    gpu_ids: tuple[int, ...]
+    unix_seconds: float
+
+
+class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An attempt is over. `samples` are final; there are none when `next_attempt_no` (0: none) will try again."""
+
+    submission_id: str
+    task_id: str
+    subtask_no: int
+    attempt_no: int
+    state: AttemptState
+    samples: tuple[SampleDone, ...]
+    message: str
+    next_attempt_no: int
+    unix_seconds: float
+
+
+class StopCause(StrEnum):
+    """Why work is stopped before its end."""
+
+    REQUEST = "request"
+    PHASE_TIMEOUT = "phase_timeout"
+    TASK_DEADLINE = "task_deadline"
+    SHUTDOWN = "shutdown"
+
+    @property
+    def attempt_state(self) -> AttemptState:
+        """How an attempt ends that was stopped for this cause."""
+        if self in (StopCause.PHASE_TIMEOUT, StopCause.TASK_DEADLINE):
+            return AttemptState.TIMED_OUT
+        return AttemptState.ABORTED
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome of a sample that was stopped for this cause."""
+        return Outcome.AGENT_TIMEOUT if self.attempt_state is AttemptState.TIMED_OUT else Outcome.ABORTED
+
+
+class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """These tasks are to stop; each still ends with its own TaskDone. `cause` is REQUEST or TASK_DEADLINE."""
+
+    submission_id: str
+    task_ids: tuple[str, ...]
+    cause: StopCause
+    reason: str
+    unix_seconds: float
+
+
+class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The one terminal event of a task. The payloads are in its SampleDone records.
+
+    outcomes: how many samples ended in each class. reason: why it is not SUCCEEDED.
+    """
+
+    submission_id: str
+    task_id: str
+    client_key: str
+    state: TaskState
+    planned_samples: int
+    outcomes: dict[Outcome, int]
+    reason: str
+    unix_seconds: float
+
+
+Event = TasksAccepted | AttemptsLeased | AttemptStarted | AttemptEnded | AbortRequested | TaskDone
+JournalledEvent = TasksAccepted | AttemptStarted | AttemptEnded | AbortRequested | TaskDone
+
+
+_EVENT_BYTES = 600
+"""What an event costs in memory beside its payload: within a factor of two, which is all that a limit needs."""
+
+
+class EventRecord:
+    """A journalled event with its place in the store.
+
+    size: bytes, approximate. encoded: a cache of its wire form, shared by all watchers.
+    """
+
+    __slots__ = ("encoded", "event", "namespace", "sequence", "size")
+
+    def __init__(self, sequence: int, namespace: str, event: JournalledEvent) -> None:
+        self.sequence = sequence
+        self.namespace = namespace
+        self.event = event
+        self.size = _approximate_size(event)
+        self.encoded: bytes | None = None
+
+
+def _approximate_size(event: JournalledEvent) -> int:
+    if type(event) is AttemptEnded:
+        return _EVENT_BYTES + sum(10 * len(sample.trajectory) for sample in event.samples)
+    if type(event) is TasksAccepted:
+        return _EVENT_BYTES + sum(
+            _EVENT_BYTES + len(accepted.task.prompt) + len(accepted.task.data) for accepted in event.tasks
+        )
+    return _EVENT_BYTES

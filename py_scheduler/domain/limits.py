@@ -1,0 +1,126 @@
+"""Which numbers and names can be right at all: one set of rules for clients, the server's door and its configuration.
+
+Each check yields FieldViolation with the field's path below the value that was given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler.errors import FieldViolation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+    from py_scheduler.domain.task import TaskConfig
+
+MAX_NAME_LENGTH = 512
+"""Characters of an id, label, namespace, task type or client key."""
+MAX_REPEAT_TIMES = 65_536
+MAX_RETRIES = 1_000
+MAX_DEADLINE_SECONDS = 366 * 86_400.0
+MAX_STOPS = 64
+MAX_MESSAGE_BYTES = 64 << 20
+"""Of one message on the wire, unless a server or client is set to another limit."""
+MAX_TASKS_PER_CALL = 100_000
+_MAX_INT32 = 2**31 - 1
+_MAX_INT64 = 2**63 - 1
+
+
+class Range(msgspec.Struct, frozen=True, gc=False):
+    """Finite numbers from `low` to `high`, the ends included; low itself not when `above_low`."""
+
+    low: float
+    high: float
+    above_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return math.isfinite(value) and self.low <= value <= self.high and not (self.above_low and value == self.low)
+
+    def __str__(self) -> str:
+        lower = f"above {self.low:g}" if self.above_low else f"at least {self.low:g}"
+        return f"{lower} and at most {self.high:.16g}"
+
+
+_SAMPLING_RANGES = {
+    "max_new_tokens": Range(1, _MAX_INT32),
+    "min_new_tokens": Range(0, _MAX_INT32),
+    "temperature": Range(0, 100),
+    "top_p": Range(0, 1, above_low=True),
+    "min_p": Range(0, 1),
+    "frequency_penalty": Range(-2, 2),
+    "presence_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 2, above_low=True),
+    "sampling_seed": Range(-_MAX_INT64 - 1, _MAX_INT64),
+}
+_STOPPING_RANGES = {"max_turns": Range(1, _MAX_INT32), "max_context_len": Range(1, _MAX_INT32)}
+_DEADLINE = Range(0, MAX_DEADLINE_SECONDS, above_low=True)
+
+
+def name_fault(name: str, *, required: bool = True) -> str | None:
+    """What is wrong with an id, label or key; None when nothing is."""
+    if not name:
+        return "must not be empty" if required else None
+    if len(name) > MAX_NAME_LENGTH:
+        return f"has {len(name)} characters, at most {MAX_NAME_LENGTH} are taken"
+    return None if name.isprintable() else "has characters that cannot be printed"
+
+
+def _outside(params: object, ranges: dict[str, Range]) -> Iterator[FieldViolation]:
+    for field, allowed in ranges.items():
+        value = getattr(params, field)
+        if value is not None and value not in allowed:
+            yield FieldViolation(field, f"is {value}, must be {allowed}")
+
+
+def check_sampling(params: SamplingParams) -> Iterator[FieldViolation]:
+    """Numbers that no engine could take."""
+    yield from _outside(params, _SAMPLING_RANGES)
+    if params.top_k is not None and params.top_k != -1 and not 1 <= params.top_k <= _MAX_INT32:
+        yield FieldViolation("top_k", f"is {params.top_k}, must be at least 1, or -1 for all tokens")
+    if (
+        params.min_new_tokens is not None
+        and params.max_new_tokens is not None
+        and params.min_new_tokens > params.max_new_tokens
+    ):
+        yield FieldViolation(
+            "min_new_tokens", f"is {params.min_new_tokens}, must not exceed max_new_tokens ({params.max_new_tokens})"
+        )
+    if params.stop is not None and (len(params.stop) > MAX_STOPS or "" in params.stop):
+        yield FieldViolation("stop", f"must hold at most {MAX_STOPS} strings, none of them empty")
+    if params.stop_token_ids is not None and (
+        len(params.stop_token_ids) > MAX_STOPS or any(not 0 <= token <= _MAX_INT32 for token in params.stop_token_ids)
+    ):
+        yield FieldViolation("stop_token_ids", f"must hold at most {MAX_STOPS} token ids, none of them negative")
+
+
+def check_stopping(criteria: StoppingCriteria) -> Iterator[FieldViolation]:
+    """Criteria under which no episode could begin."""
+    yield from _outside(criteria, _STOPPING_RANGES)
+
+
+def check_task_config(config: TaskConfig) -> Iterator[FieldViolation]:
+    """Everything that can be said of a TaskConfig without knowing the server's evaluators."""
+    if fault := name_fault(config.task_type):
+        yield FieldViolation("task_type", f"{fault}: name an evaluator of the server")
+    if fault := name_fault(config.dataset, required=False):
+        yield FieldViolation("dataset", fault)
+    if not 1 <= config.repeat_times <= MAX_REPEAT_TIMES:
+        yield FieldViolation(
+            "repeat_times", f"is {config.repeat_times}, must be at least 1 and at most {MAX_REPEAT_TIMES}"
+        )
+    deadline = config.task_deadline_seconds
+    if deadline is not None and deadline not in _DEADLINE:
+        yield FieldViolation("task_deadline_seconds", f"is {deadline}, must be {_DEADLINE}")
+    for field in ("max_failure_retries", "max_loss_retries"):
+        retries = getattr(config.retry, field)
+        if not 0 <= retries <= MAX_RETRIES:
+            yield FieldViolation(f"retry.{field}", f"is {retries}, must be at least 0 and at most {MAX_RETRIES}")
+    for violation in check_sampling(config.sampling):
+        yield FieldViolation(f"sampling.{violation.field}", violation.description)
+    for violation in check_stopping(config.stopping):
+        yield FieldViolation(f"stopping.{violation.field}", violation.description)

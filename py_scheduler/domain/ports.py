@@ -1,0 +1,95 @@
+"""What the scheduler needs of the world; `adapters/` implements it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from py_scheduler.domain.events import EventRecord
+    from py_scheduler.domain.generation import ChatMessage, Generation, GenerationRequest, ModelInfo
+
+
+class TimerHandle(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """The only source of time. Durations and deadlines are monotonic; unix time is for people to read."""
+
+    def monotonic(self) -> float: ...
+
+    def unix_time(self) -> float: ...
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+        """Calls back once `monotonic()` has reached `when`."""
+        ...
+
+
+class GenerationEngine(Protocol):
+    """A language model that continues token ids.
+
+    Cancelling `generate` stops the work at the engine too: nothing decodes on for nobody.
+    """
+
+    async def start(self) -> None:
+        """Gets ready; raises EngineUnavailableError when it cannot."""
+        ...
+
+    async def close(self) -> None: ...
+
+    async def model_info(self) -> ModelInfo: ...
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, without special tokens added."""
+        ...
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a conversation under the model's chat template, with the opening of the answer."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Continues `request.token_ids`.
+
+        Raises ContextOverflowError, EngineRejectedError, EngineUnavailableError. A generation that was aborted by rid
+        is returned with finish reason ABORT and the tokens made until then.
+        """
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """Stops the generation of that rid; one that is unknown or over is not an error."""
+        ...
+
+
+class Journal(Protocol):
+    """Where events become durable. One writer; sequences rise by one.
+
+    `append` returns at once; `on_commit(through_sequence)` is called in the event loop when everything up to that
+    sequence will survive a crash. Nothing is acknowledged to anybody before.
+    """
+
+    @property
+    def store_epoch(self) -> bytes:
+        """16 bytes that name this store: a cursor of another one is refused."""
+        ...
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what is open when the process ends is found again by the next one."""
+        ...
+
+    @property
+    def oldest_sequence(self) -> int:
+        """The first sequence that `read` can still give; one past the last when nothing is retained."""
+        ...
+
+    def start(self, on_commit: Callable[[int], None]) -> None: ...
+
+    def append(self, records: Sequence[EventRecord]) -> None: ...
+
+    async def read(self, after_sequence: int, limit: int) -> list[EventRecord]:
+        """At most `limit` committed records, in order, from `after_sequence` + 1 on."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,170 @@
+"""What callers ask of the scheduler and what it answers; the same values in-process and behind gRPC."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, EventRecord, TaskDone
+from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey, Task
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Tasks to take in, all or none. The same request_id with the same content runs once, however often it is sent."""
+
+    request_id: str
+    key: SubmissionKey
+    tasks: tuple[Task, ...]
+
+
+class SubmitReply(msgspec.Struct, frozen=True, kw_only=True):
+    """task_ids stand in the order of the request's tasks; a watch after `before_sequence` sees all of their events."""
+
+    submission_id: str
+    task_ids: tuple[str, ...]
+    warnings: tuple[str, ...]
+    before_sequence: int
+
+
+class SubmissionSelector(msgspec.Struct, frozen=True, kw_only=True):
+    """Names a submission by its server-made id, or by the trainer's label (the latest one under it)."""
+
+    submission_id: str = ""
+    batch_id: BatchId | None = None
+    namespace: str = DEFAULT_NAMESPACE
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Stops a submission, or those of its tasks that are named.
+
+    wait: answer when the work has stopped; at most `timeout_seconds`, None for as long as it takes.
+    """
+
+    selector: SubmissionSelector
+    task_ids: tuple[str, ...] = ()
+    reason: str = ""
+    wait: bool = False
+    timeout_seconds: float | None = None
+
+
+class AbortReply(msgspec.Struct, frozen=True, kw_only=True):
+    """aborted_tasks: how many this call asked to stop; still_stopping: those whose work has not been seen to stop."""
+
+    aborted_tasks: int
+    still_stopping: tuple[str, ...]
+
+
+class WaitingBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that is not admitted yet, and why."""
+
+    task_ids: tuple[str, ...]
+    reason: str
+    waiting_seconds: float
+    bypassed: int
+
+
+class SubmissionView(msgspec.Struct, frozen=True, kw_only=True):
+    """How a submission stands: attempts now in each live state, tasks by how they ended, and what waits."""
+
+    submission_id: str
+    key: SubmissionKey
+    queued_attempts: int
+    leased_attempts: int
+    running_attempts: int
+    open_tasks: int
+    succeeded_tasks: int
+    partial_tasks: int
+    failed_tasks: int
+    aborted_tasks: int
+    waiting: tuple[WaitingBatch, ...]
+
+
+class EventKind(StrEnum):
+    """The journalled events, as a filter names them."""
+
+    TASKS_ACCEPTED = "tasks_accepted"
+    ATTEMPT_STARTED = "attempt_started"
+    ATTEMPT_ENDED = "attempt_ended"
+    ABORT_REQUESTED = "abort_requested"
+    TASK_DONE = "task_done"
+
+
+class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which events a stream gives: of one submission or of a whole namespace, of some kinds or (empty) of all."""
+
+    submission_id: str = ""
+    kinds: frozenset[EventKind] = frozenset()
+    namespace: str = DEFAULT_NAMESPACE
+
+
+class EventFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """The events of (after_sequence, through_sequence] that pass a filter, in order."""
+
+    after_sequence: int
+    through_sequence: int
+    records: tuple[EventRecord, ...]
+
+
+class EvaluatorView(msgspec.Struct, frozen=True, kw_only=True):
+    evaluator_id: str
+    handler: str
+    resource: Resource
+    sample_resource: Resource
+    batch_size: int | None
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    model_name: str
+    weight_version: str
+    vocab_size: int
+    context_length: int
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """Supply of one node and what is free of it; free_gpus stands in the order of gpu_ids."""
+
+    node_ip: str
+    gpu_ids: tuple[int, ...]
+    cpu: float
+    memory_gb: float
+    free_gpus: tuple[float, ...]
+    free_cpu: float
+    free_memory_gb: float
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    evaluators: tuple[EvaluatorView, ...]
+    engines: tuple[EngineView, ...]
+    nodes: tuple[NodeView, ...]
+
+
+class TasksAcceptedNotice(msgspec.Struct, frozen=True, kw_only=True):
+    """`TasksAccepted` as a watcher hears of it: the ids without the contents, which the submitter has."""
+
+    submission_id: str
+    batch_id: BatchId
+    task_ids: tuple[str, ...]
+    unix_seconds: float
+
+
+WatchedEvent = TasksAcceptedNotice | AttemptStarted | AttemptEnded | AbortRequested | TaskDone
+
+
+class WatchedRecord(msgspec.Struct, frozen=True):
+    """An event with its place in the server's store."""
+
+    sequence: int
+    event: WatchedEvent
+
+
+class WatchedFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """The events of (after_sequence, through_sequence] that pass a filter, in order; `cursor` resumes after them."""
+
+    after_sequence: int
+    through_sequence: int
+    records: tuple[WatchedRecord, ...]
+    cursor: bytes

@@ -1,0 +1,108 @@
+"""How samples, attempts and tasks end (design words: Outcome, State)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory
+
+
+class Outcome(StrEnum):
+    """A sample's terminal class: the eight of seed 1, and `ABORTED` for one that was stopped on request."""
+
+    SOLVED = "solved"
+    WRONG_ANSWER = "wrong_answer"
+    MAX_TURNS = "max_turns"
+    CONTEXT_OVERFLOW = "context_overflow"
+    AGENT_TIMEOUT = "agent_timeout"
+    INFRA_CONN = "infra_conn"
+    INFRA_SANDBOX = "infra_sandbox"
+    INFRA_OTHER = "infra_other"
+    ABORTED = "aborted"
+
+    @property
+    def is_model_result(self) -> bool:
+        """Whether it says something about the model. Infrastructure failures and aborts never count in a rate."""
+        return self in _MODEL_RESULTS
+
+
+_MODEL_RESULTS = frozenset(
+    {Outcome.SOLVED, Outcome.WRONG_ANSWER, Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW, Outcome.AGENT_TIMEOUT}
+)
+
+
+class AttemptState(StrEnum):
+    """Lifecycle of one try at a SubTask."""
+
+    QUEUED = "queued"
+    LEASED = "leased"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    ABORTED = "aborted"
+    LOST = "lost"
+
+
+class TaskState(StrEnum):
+    """How a task ended: with all planned samples, with some, with none, or stopped on request."""
+
+    SUCCEEDED = "succeeded"
+    PARTIAL = "partial"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+class Reward(msgspec.Struct, frozen=True, kw_only=True):
+    """The score of one sample, and whatever the scorer wants to say about it (JSON values)."""
+
+    score: float
+    details: dict[str, Any] = {}
+
+
+NO_REWARD = Reward(score=0.0)
+
+
+class AgentResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What `BaseAgent.run` returns; the tokens are recorded by the episode itself.
+
+    termination_reason: why the agent stopped, in its own words (`"max_turns"` and `"context_overflow"` are understood).
+    answer, reward_inputs: what `eval` needs.
+    """
+
+    termination_reason: str = ""
+    answer: str = ""
+    reward_inputs: dict[str, Any] = {}
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Where a sample's time went, in seconds: waiting for admission, in run (of which generating), in eval."""
+
+    wait_seconds: float = 0.0
+    run_seconds: float = 0.0
+    generate_seconds: float = 0.0
+    eval_seconds: float = 0.0
+
+
+class SampleDone(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample's terminal record; every planned sample of a task gets exactly one.
+
+    termination_reason: the agent's own. error: what was raised, if anything, in `phase` ("run" or "eval").
+    node_ip, gpu_ids: where it ran; empty when it never did.
+    """
+
+    task_id: str
+    sample_no: int
+    attempt_no: int
+    outcome: Outcome
+    reward: Reward = NO_REWARD
+    trajectory: Trajectory = EMPTY_TRAJECTORY
+    termination_reason: str = ""
+    error: str = ""
+    phase: str = ""
+    node_ip: str = ""
+    gpu_ids: tuple[int, ...] = ()
+    timings: Timings = Timings()

@@ -1,0 +1,89 @@
+"""Tasks as trainers submit them, and the groups they are scheduled in (design words: Task, Sample, SubTask, Batch)."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+
+BatchId = int | str
+"""The trainer's label of a submission: a step (`7`), or a string such as `"7/gsm8k"` for an eval."""
+
+DEFAULT_NAMESPACE = "default"
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
+    """How many new attempts a SubTask may have: after a failure or timeout of the agent, and after a lost worker or
+    node.
+    """
+
+    max_failure_retries: int = 0
+    max_loss_retries: int = 2
+
+
+class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a task is to be run. `task_type` names the EvaluatorSpec, `dataset` groups results in reports.
+
+    sampling, stopping: this task's own values; they beat the spec's, field by field.
+    task_deadline_seconds: counted from acceptance; the task ends then, whatever it is doing. None: no deadline.
+    """
+
+    task_type: str
+    repeat_times: int = 1
+    dataset: str = ""
+    sampling: SamplingParams = SamplingParams()
+    stopping: StoppingCriteria = StoppingCriteria()
+    task_deadline_seconds: float | None = None
+    retry: RetryPolicy = RetryPolicy()
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt plus its configuration; yields `repeat_times` samples and exactly one TaskDone.
+
+    prompt and data are the handler's business alone: data is opaque bytes and is never decoded here.
+    metadata: a JSON object; its "_dataset_cfg" may hold `sampling` and `stopping` of the data set, which come first in
+    the cascade. client_key: the trainer's own name, unique among the live tasks of a submission; optional.
+    """
+
+    config: TaskConfig
+    prompt: str = ""
+    data: bytes = b""
+    metadata: dict[str, Any] = {}
+    client_key: str = ""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One of a task's repeats, as a handler sees it."""
+
+    task_id: str
+    sample_no: int
+    task: Task
+
+
+class SubmissionKey(msgspec.Struct, frozen=True, gc=False):
+    """Who calls it what: the key of a submission while it is not drained."""
+
+    batch_id: BatchId
+    namespace: str = DEFAULT_NAMESPACE
+
+
+class Batch(msgspec.Struct):
+    """Tasks of one type, launched together on one Evaluator: the unit of admission."""
+
+    task_type: str
+    tasks: list[Task] = msgspec.field(default_factory=list)
+
+
+_LEADING_DIGITS = re.compile(r"\d+")
+
+
+def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
+    """Order of service: step n before `"n/eval"` before step n + 1; other labels last (seed 2, Order)."""
+    if isinstance(batch_id, int):
+        return (batch_id, 0)
+    digits = _LEADING_DIGITS.match(batch_id)
+    return (int(digits.group()), 1) if digits else (math.inf, 1)

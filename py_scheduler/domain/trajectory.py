@@ -1,0 +1,142 @@
+"""The tokens of one episode, as a trainer wants them: flat arrays of equal length, and what each stretch of them is.
+
+Invariants: `token_ids`, `log_probs` and `loss_mask` have one entry per token of the episode, in context order; the
+mask is 1 exactly on generated tokens; environment tokens have log-prob 0. Arrays are kept as little-endian bytes,
+because that is how they travel and are stored, and are read as numpy views without a copy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from sys import byteorder
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from py_scheduler.domain.generation import Generation, LogProbKind, WeightSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+ENVIRONMENT = "environment"
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Tokens [start, end) of the trajectory, from one source: the environment or the engine role that generated
+    them.
+    """
+
+    start: int
+    end: int
+    source: str
+    text: str = ""
+    finish_reason: str = ""
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One episode's tokens. Weight spans and turns count positions in the arrays."""
+
+    token_id_bytes: bytes = b""
+    log_prob_bytes: bytes = b""
+    loss_mask_bytes: bytes = b""
+    turns: tuple[Turn, ...] = ()
+    weight_spans: tuple[WeightSpan, ...] = ()
+    log_prob_kind: LogProbKind = LogProbKind.SAMPLED
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Shape (tokens,), read-only."""
+        return np.frombuffer(self.token_id_bytes, dtype="<i4")
+
+    @property
+    def log_probs(self) -> NDArray[np.float32]:
+        """Shape (tokens,), read-only, natural logarithm; see `log_prob_kind`."""
+        return np.frombuffer(self.log_prob_bytes, dtype="<f4")
+
+    @property
+    def loss_mask(self) -> NDArray[np.uint8]:
+        """Shape (tokens,), read-only: 1 where the model generated."""
+        return np.frombuffer(self.loss_mask_bytes, dtype="u1")
+
+    def __len__(self) -> int:
+        return len(self.loss_mask_bytes)
+
+    @property
+    def generated_tokens(self) -> int:
+        return self.loss_mask_bytes.count(1)
+
+
+EMPTY_TRAJECTORY = Trajectory()
+
+
+class TrajectoryBuilder:
+    """Appends only: what was said once is never tokenised again."""
+
+    __slots__ = ("_log_prob_kind", "_log_probs", "_loss_mask", "_spans", "_turns", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._log_probs = array("f")
+        self._loss_mask = bytearray()
+        self._turns: list[Turn] = []
+        self._spans: list[WeightSpan] = []
+        self._log_prob_kind = LogProbKind.SAMPLED
+
+    @property
+    def turns_generated(self) -> int:
+        return sum(turn.source != ENVIRONMENT for turn in self._turns)
+
+    def append_environment(self, token_ids: Iterable[int], text: str = "") -> None:
+        """Tokens that the model reads but did not write: prompts, tool results."""
+        start = len(self.token_ids)
+        self.token_ids.extend(token_ids)
+        count = len(self.token_ids) - start
+        self._log_probs.extend([0.0] * count)
+        self._loss_mask.extend(bytes(count))
+        self._turns.append(Turn(start=start, end=start + count, source=ENVIRONMENT, text=text))
+
+    def append_generation(self, generation: Generation, source: str) -> None:
+        """Tokens that the engine in role `source` generated, complete or partial."""
+        if len(generation.token_ids) != len(generation.log_probs):
+            message = f"{len(generation.token_ids)} token ids came with {len(generation.log_probs)} log-probs"
+            raise ValueError(message)
+        start = len(self.token_ids)
+        self.token_ids.extend(generation.token_ids)
+        count = len(generation.token_ids)
+        self._log_probs.extend(generation.log_probs)
+        self._loss_mask.extend(b"\x01" * count)
+        self._spans.extend(
+            WeightSpan(span.version, start + span.start, start + span.end) for span in generation.weight_spans
+        )
+        self._log_prob_kind = generation.log_prob_kind
+        self._turns.append(
+            Turn(
+                start=start,
+                end=start + count,
+                source=source,
+                text=generation.text,
+                finish_reason=generation.finish_reason.value,
+            )
+        )
+
+    def build(self) -> Trajectory:
+        if not self._turns:
+            return EMPTY_TRAJECTORY
+        return Trajectory(
+            token_id_bytes=_little_endian(array("i", self.token_ids)),
+            log_prob_bytes=_little_endian(self._log_probs),
+            loss_mask_bytes=bytes(self._loss_mask),
+            turns=tuple(self._turns),
+            weight_spans=tuple(self._spans),
+            log_prob_kind=self._log_prob_kind,
+        )
+
+
+def _little_endian(values: array[int] | array[float]) -> bytes:
+    if byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()

@@ -1,0 +1,151 @@
+"""Every exception that py-scheduler raises on purpose, in one tree.
+
+    SchedulerError
+    |-- InvalidArgumentError      a value can never be right; names each faulty field
+    |   |-- ConfigError           ... in the server's configuration file
+    |   |-- ClusterLayoutError    ... in the cluster layout
+    |   `-- CursorMismatchError   ... a cursor that belongs to another filter
+    |-- UnplaceableError          well formed, but no pool state could ever place it
+    |-- AlreadyExistsError        an id that is taken, with another content
+    |-- NotFoundError             an id that nobody knows
+    |-- CursorExpiredError        a cursor of another store, or older than what is retained
+    |-- ResourceExhaustedError    a limit is reached for now; says when to come back
+    |-- FailedPreconditionError   not in this state; says which state would do
+    |-- LeaseError                a placement token or lease given back twice
+    |-- GenerationError           the language model engine did not deliver
+    |   |-- EngineUnavailableError    not reachable, or failing on its side (retried, then infra_conn); carries
+    partial tokens |   |-- EngineRejectedError       the engine refuses this request (not retried)
+    |   |   `-- ContextOverflowError  ... because it is longer than the context
+    |   `-- GenerationAbortedError    aborted while running; carries the partial generation
+    |-- ModelFetchError           a model file could not be brought here
+    `-- ServerError               the client's face of a failed call that has no better class
+
+"Full for now" is never an exception: it is `None` (placement) or a queued batch with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class SchedulerError(Exception):
+    """Root of the tree. `str(error)` is fit for a user: it says what is wrong and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One faulty field: its path (`tasks[3].config.repeat_times`) and what would be right."""
+
+    field: str
+    description: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.description}"
+
+
+class InvalidArgumentError(SchedulerError, ValueError):
+    """Values that can never be right. `violations` holds every fault found, not only the first."""
+
+    def __init__(self, violations: Iterable[FieldViolation] | str, field: str = "") -> None:
+        if isinstance(violations, str):
+            violations = [FieldViolation(field, violations)]
+        self.violations = tuple(violations)
+        super().__init__("; ".join(str(v) if v.field else v.description for v in self.violations))
+
+
+class ConfigError(InvalidArgumentError):
+    """A fault in the server's configuration; `field` is the dotted key of the TOML file."""
+
+
+class ClusterLayoutError(InvalidArgumentError):
+    """Faults in a cluster layout, all of them at once; `field` is the node."""
+
+
+class CursorMismatchError(InvalidArgumentError):
+    """A cursor presented with another filter than the one it was made for."""
+
+
+class UnplaceableError(SchedulerError):
+    """A demand that the pool could not meet even when empty: it fails at once instead of waiting for ever."""
+
+
+class AlreadyExistsError(SchedulerError):
+    """A request id or client key that is in use for something else."""
+
+
+class NotFoundError(SchedulerError):
+    """An id that this server does not know (any more)."""
+
+
+class CursorExpiredError(SchedulerError):
+    """A cursor whose events are gone: another store, or compacted away.
+
+    `oldest_sequence` is the first one that can still be read.
+    """
+
+    def __init__(self, message: str, oldest_sequence: int) -> None:
+        super().__init__(message)
+        self.oldest_sequence = oldest_sequence
+
+
+class ResourceExhaustedError(SchedulerError):
+    """A limit is reached. `retry_after_seconds` is None when waiting alone will not help."""
+
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class FailedPreconditionError(SchedulerError):
+    """The call is right but the state is not; the message names the state that would do."""
+
+
+class LeaseError(SchedulerError):
+    """A placement token or lease that was already given back."""
+
+
+class GenerationError(SchedulerError):
+    """The engine did not deliver a complete generation.
+
+    `partial` is the `domain.generation.Generation` of the tokens that had arrived, if any; it is never complete.
+    """
+
+    def __init__(self, message: str, partial: object | None = None) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
+class EngineUnavailableError(GenerationError):
+    """The engine cannot be reached, timed out or failed on its side, after all bounded retries.
+
+    `partial` is the `domain.generation.Generation` of the tokens received before that, finish reason ABORT, or None.
+    """
+
+    def __init__(self, message: str, partial: object | None = None) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
+class EngineRejectedError(GenerationError):
+    """The engine (or the check in front of it) refuses this request; trying again gives the same."""
+
+
+class ContextOverflowError(EngineRejectedError):
+    """Prompt plus requested tokens exceed the model's context."""
+
+
+class GenerationAbortedError(GenerationError):
+    """The generation was aborted while it ran."""
+
+
+class ModelFetchError(SchedulerError):
+    """A model file that could not be brought here, and why; nothing half-made was left behind."""
+
+
+class ServerError(SchedulerError):
+    """A call failed on the server for a reason that has no class of its own; `code` is the gRPC status name."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,1 @@
+"""Runs episodes: an Evaluator for each batch, resident workers, and the one place where exceptions become outcomes."""

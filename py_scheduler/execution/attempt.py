@@ -1,0 +1,127 @@
+"""One attempt from its plan to its report.
+
+Invariant: a stop is asked for at most once, and the cancellation it causes never leaves the attempt: the resident
+worker lives on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.results import AttemptState, SampleDone
+
+if TYPE_CHECKING:
+    from py_scheduler.domain.events import StopCause
+    from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.task import Task
+    from py_scheduler.execution.evaluator import Evaluator
+    from py_scheduler.execution.workers import Worker
+
+
+class PlannedAttempt:
+    """An attempt that waits for its turn: samples [first_sample_no, first_sample_no + sample_count) of a task.
+
+    namespace, batch_key: whose it is, and its place in the order of service. queued_at: monotonic seconds.
+    """
+
+    __slots__ = ("batch_key", "first_sample_no", "namespace", "queued_at", "ref", "sample_count", "task")
+
+    def __init__(
+        self,
+        *,
+        ref: AttemptRef,
+        task: Task,
+        first_sample_no: int,
+        sample_count: int,
+        namespace: str,
+        batch_key: tuple[float, int],
+        queued_at: float,
+    ) -> None:
+        self.ref = ref
+        self.task = task
+        self.first_sample_no = first_sample_no
+        self.sample_count = sample_count
+        self.namespace = namespace
+        self.batch_key = batch_key
+        self.queued_at = queued_at
+
+    def next_attempt(self, queued_at: float) -> PlannedAttempt:
+        """The same samples, tried again."""
+        ref = AttemptRef(self.ref.task_id, self.ref.subtask_no, self.ref.attempt_no + 1)
+        return PlannedAttempt(
+            ref=ref,
+            task=self.task,
+            first_sample_no=self.first_sample_no,
+            sample_count=self.sample_count,
+            namespace=self.namespace,
+            batch_key=self.batch_key,
+            queued_at=queued_at,
+        )
+
+
+class RunningAttempt:
+    """An attempt that a worker is at. Its deadlines are monotonic seconds.
+
+    phase_deadline: when the present phase times out. stop_deadline: when a worker that was told to stop is given up.
+    """
+
+    __slots__ = (
+        "evaluator",
+        "gpu_ids",
+        "is_over",
+        "is_stranded",
+        "node_ip",
+        "phase",
+        "phase_deadline",
+        "planned",
+        "stop_cause",
+        "stop_deadline",
+        "stop_reason",
+        "token",
+        "worker",
+    )
+
+    def __init__(
+        self, planned: PlannedAttempt, evaluator: Evaluator, token: PlacementToken | None, worker: Worker
+    ) -> None:
+        self.planned = planned
+        self.evaluator = evaluator
+        self.token = token
+        self.node_ip = token.node_ip if token is not None else ""
+        self.gpu_ids: tuple[int, ...] = tuple(token.gpu_ids) if token is not None else ()
+        self.worker = worker
+        self.phase = "run"
+        self.phase_deadline: float | None = None
+        self.stop_deadline: float | None = None
+        self.stop_cause: StopCause | None = None
+        self.stop_reason = ""
+        self.is_over = False
+        self.is_stranded = False
+        """Given up: its task has ended without it, its room comes back only when the handler does."""
+
+    @property
+    def ref(self) -> AttemptRef:
+        return self.planned.ref
+
+    def stop(self, cause: StopCause, reason: str) -> bool:
+        """Cancels what the handler is waiting for. False when it was told before or is over."""
+        if self.is_over or self.stop_cause is not None:
+            return False
+        self.stop_cause = cause
+        self.stop_reason = reason
+        # A handler that, in its own turn, causes its own stop is not waiting: the check after its phase sees the cause.
+        if asyncio.current_task() is not self.worker.task:
+            self.worker.task.cancel()
+        return True
+
+
+class AttemptReport(msgspec.Struct, frozen=True):
+    """How an attempt ended: its state, the samples that were played, and what to say about it."""
+
+    state: AttemptState
+    samples: tuple[SampleDone, ...]
+    message: str = ""

@@ -1,0 +1,197 @@
+"""What a handler works with while it plays one sample. Implements `domain.evaluator.Episode`.
+
+Invariant: every token the model read or wrote through the episode is in its trajectory, in context order, also when
+it fails half way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler.domain.cascade import dataset_config, resolve_sampling, resolve_stopping
+from py_scheduler.domain.evaluator import STUDENT
+from py_scheduler.domain.generation import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParams,
+    StoppingCriteria,
+)
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, TrajectoryBuilder
+from py_scheduler.errors import (
+    ContextOverflowError,
+    FailedPreconditionError,
+    GenerationAbortedError,
+    GenerationError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.generation import ChatMessage
+    from py_scheduler.domain.ports import Clock, GenerationEngine
+    from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.task import Sample
+
+
+class EpisodeServices:
+    """What all episodes of one scheduler share: the clock, the language models by role, the server's cascade level."""
+
+    __slots__ = ("clock", "default_sampling", "default_stopping", "generation_engines")
+
+    def __init__(
+        self,
+        clock: Clock,
+        generation_engines: Mapping[str, GenerationEngine],
+        default_sampling: SamplingParams = SamplingParams(),
+        default_stopping: StoppingCriteria = StoppingCriteria(),
+    ) -> None:
+        self.clock = clock
+        self.generation_engines = generation_engines
+        self.default_sampling = default_sampling
+        self.default_stopping = default_stopping
+
+
+class HandlerEpisode:
+    """One handler execution for one sample."""
+
+    __slots__ = (
+        "_builder",
+        "_sampling",
+        "_services",
+        "_spec",
+        "_stopping",
+        "attempt_no",
+        "generate_seconds",
+        "phase_deadline",
+        "sample",
+        "token",
+    )
+
+    def __init__(
+        self,
+        services: EpisodeServices,
+        spec: EvaluatorSpec,
+        sample: Sample,
+        attempt_no: int,
+        token: PlacementToken | None,
+    ) -> None:
+        self._services = services
+        self._spec = spec
+        self.sample = sample
+        self.attempt_no = attempt_no
+        self.token = token
+        self.phase_deadline: float | None = None
+        self.generate_seconds = 0.0
+        self._builder: TrajectoryBuilder | None = None
+        self._sampling: SamplingParams | None = None
+        self._stopping: StoppingCriteria | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Resolved over the cascade when it is first read."""
+        if self._sampling is None:
+            task = self.sample.task
+            self._sampling = resolve_sampling(
+                (
+                    dataset_config(task.metadata).sampling,
+                    task.config.sampling,
+                    self._spec.default_sampling,
+                    self._services.default_sampling,
+                )
+            )
+        return self._sampling
+
+    @property
+    def stopping(self) -> StoppingCriteria:
+        """Resolved over the cascade when it is first read."""
+        if self._stopping is None:
+            task = self.sample.task
+            self._stopping = resolve_stopping(
+                (
+                    dataset_config(task.metadata).stopping,
+                    task.config.stopping,
+                    self._spec.default_stopping,
+                    self._services.default_stopping,
+                )
+            )
+        return self._stopping
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self._builder.token_ids if self._builder else ()
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        if self.phase_deadline is None:
+            return None
+        return max(0.0, self.phase_deadline - self._services.clock.monotonic())
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return await self._engine(STUDENT).encode_chat(messages)
+
+    async def encode(self, text: str) -> list[int]:
+        return await self._engine(STUDENT).encode(text)
+
+    def observe(self, token_ids: Iterable[int], text: str = "") -> None:
+        self._recorder().append_environment(token_ids, text)
+
+    async def generate(self, *, role: str = STUDENT, max_new_tokens: int | None = None) -> Generation:
+        recorder = self._recorder()
+        request = GenerationRequest(
+            rid=f"{self._session_id}-{recorder.turns_generated}",
+            token_ids=list(recorder.token_ids),
+            sampling=self._sampling_for(len(recorder.token_ids), max_new_tokens),
+            session_id=self._session_id,
+        )
+        started = self._services.clock.monotonic()
+        try:
+            generation = await self._engine(role).generate(request)
+        except GenerationError as error:
+            if isinstance(error.partial, Generation) and error.partial.token_ids:
+                recorder.append_generation(error.partial, role)
+            raise
+        finally:
+            self.generate_seconds += self._services.clock.monotonic() - started
+        recorder.append_generation(generation, role)
+        if generation.finish_reason is FinishReason.ABORT:
+            raise GenerationAbortedError("the generation was aborted at the engine", generation)
+        return generation
+
+    def trajectory(self) -> Trajectory:
+        return self._builder.build() if self._builder else EMPTY_TRAJECTORY
+
+    @property
+    def _session_id(self) -> str:
+        return f"{self.sample.task_id}-{self.sample.sample_no}-{self.attempt_no}"
+
+    def _recorder(self) -> TrajectoryBuilder:
+        if self._builder is None:
+            self._builder = TrajectoryBuilder()
+        return self._builder
+
+    def _engine(self, role: str) -> GenerationEngine:
+        engine = self._services.generation_engines.get(role)
+        if engine is None:
+            known = ", ".join(self._services.generation_engines) or "none"
+            raise FailedPreconditionError(
+                f"no generation engine has the role {role!r} (configured: {known}): add [generation.{role}]"
+            )
+        return engine
+
+    def _sampling_for(self, context_len: int, max_new_tokens: int | None) -> SamplingParams:
+        """The episode's sampling, with max_new_tokens cut to what `max_context_len` leaves."""
+        sampling = self.sampling
+        wanted = max_new_tokens if max_new_tokens is not None else sampling.max_new_tokens
+        limit = self.stopping.max_context_len
+        if limit is not None:
+            room = limit - context_len
+            if room <= 0:
+                raise ContextOverflowError(f"the context has {context_len} tokens, max_context_len is {limit}")
+            wanted = room if wanted is None else min(wanted, room)
+        if wanted == sampling.max_new_tokens:
+            return sampling
+        return msgspec.structs.replace(sampling, max_new_tokens=wanted)

@@ -1,0 +1,103 @@
+"""What an exception or a finished episode means (design words: Outcome).
+
+Classification looks at the exception's type first, by qualified class name along the MRO and its causes, so that no
+client library need be imported; only then at its text. Source: seed 1, section 4 (abort classification).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.results import Outcome
+from py_scheduler.errors import ContextOverflowError, EngineUnavailableError, GenerationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TYPES: tuple[tuple[type[BaseException], Outcome], ...] = (
+    (ContextOverflowError, Outcome.CONTEXT_OVERFLOW),
+    (EngineUnavailableError, Outcome.INFRA_CONN),
+    (GenerationError, Outcome.INFRA_OTHER),
+    (subprocess.TimeoutExpired, Outcome.INFRA_SANDBOX),
+    (subprocess.SubprocessError, Outcome.INFRA_SANDBOX),
+    (TimeoutError, Outcome.AGENT_TIMEOUT),
+    (asyncio.IncompleteReadError, Outcome.INFRA_CONN),
+    (ConnectionError, Outcome.INFRA_CONN),
+)
+
+_QUALIFIED_NAMES: dict[str, Outcome] = {
+    "aiohttp.client_exceptions.ServerTimeoutError": Outcome.INFRA_CONN,
+    "aiohttp.client_exceptions.ClientError": Outcome.INFRA_CONN,
+    "grpc.RpcError": Outcome.INFRA_CONN,
+    "httpx.TransportError": Outcome.INFRA_CONN,
+    "requests.exceptions.ConnectionError": Outcome.INFRA_CONN,
+    "requests.exceptions.Timeout": Outcome.INFRA_CONN,
+    "urllib3.exceptions.HTTPError": Outcome.INFRA_CONN,
+    "openai.APIConnectionError": Outcome.INFRA_CONN,
+    "socket.gaierror": Outcome.INFRA_CONN,
+    "docker.errors.DockerException": Outcome.INFRA_SANDBOX,
+}
+
+_TEXTS: tuple[tuple[str, Outcome], ...] = (
+    ("context length", Outcome.CONTEXT_OVERFLOW),
+    ("timed out", Outcome.AGENT_TIMEOUT),
+    ("timeout", Outcome.AGENT_TIMEOUT),
+    ("connection", Outcome.INFRA_CONN),
+    ("sandbox", Outcome.INFRA_SANDBOX),
+    ("container", Outcome.INFRA_SANDBOX),
+)
+
+
+def classify_abort(error: BaseException) -> Outcome:
+    """The outcome of a sample whose handler raised."""
+    for link in _chain(error):
+        outcome = _outcome_of_type(link)
+        if outcome is not None:
+            return outcome
+    if type(error) in (RuntimeError, Exception, OSError):
+        text = str(error).lower()
+        for part, outcome in _TEXTS:
+            if part in text:
+                return outcome
+    return Outcome.INFRA_OTHER
+
+
+def classify_termination(score: float, termination_reason: str, solve_threshold: float) -> Outcome:
+    """The outcome of a sample that was played and scored to the end."""
+    if score >= solve_threshold:
+        return Outcome.SOLVED
+    if termination_reason == Outcome.MAX_TURNS:
+        return Outcome.MAX_TURNS
+    if termination_reason == Outcome.CONTEXT_OVERFLOW:
+        return Outcome.CONTEXT_OVERFLOW
+    return Outcome.WRONG_ANSWER
+
+
+def describe(error: BaseException) -> str:
+    """One line about an exception, for reports."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _outcome_of_type(error: BaseException) -> Outcome | None:
+    # Libraries first: their timeouts are TimeoutErrors too, but speak of a connection, not of the agent's time.
+    for base in type(error).__mro__:
+        outcome = _QUALIFIED_NAMES.get(f"{base.__module__}.{base.__qualname__}")
+        if outcome is not None:
+            return outcome
+    return next((known for kind, known in _TYPES if isinstance(error, kind)), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what caused it, outermost first; an exception group stands for its first member."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        if isinstance(link, BaseExceptionGroup):
+            link = link.exceptions[0]
+        else:
+            link = link.__cause__

@@ -1,0 +1,138 @@
+"""Resident workers: long-lived asyncio tasks that play episodes, so that a sample costs no new task.
+
+Invariants
+  1. At most `max_workers` live workers; one that was abandoned no longer counts.
+  2. While slots wait and a worker is idle or may be made, one worker is on its way. Each wakes the next before it
+     starts to play, so a burst of samples that never wait for anything is played by one worker without a switch.
+  3. A worker gives the event loop its turn at least every few milliseconds of uninterrupted work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.execution.attempt import RunningAttempt
+    from py_scheduler.execution.evaluator import Evaluator
+
+logger = logging.getLogger(__name__)
+
+_TURN_SECONDS = 0.002
+
+Slot = tuple["Evaluator", "PlacementToken | None"]
+
+
+class Worker:
+    """Takes slots and drains them. `running` is what it is at.
+
+    is_abandoned: its handler ignored a stop; should it ever come back it takes no more work. is_closing: the pool is
+    closing.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._turn_began = 0.0
+        self.running: RunningAttempt | None = None
+        self.is_abandoned = False
+        self.is_closing = False
+        self.task = asyncio.get_running_loop().create_task(self._work())
+
+    def turn_is_over(self) -> bool:
+        """Whether the worker has kept the loop long enough; if so, give way."""
+        return time.monotonic() - self._turn_began >= _TURN_SECONDS
+
+    async def give_way(self) -> None:
+        """Lets everything else that is ready have its turn first."""
+        await asyncio.sleep(0)
+        self._turn_began = time.monotonic()
+
+    async def _work(self) -> None:
+        while not self.is_abandoned:
+            evaluator, token = await self._pool.next_slot()
+            await evaluator.drain(token, self)
+
+
+class WorkerPool:
+    """Slots that wait for a worker, in order, and the workers. `on_crash` is told of a worker that ended by an
+    exception.
+    """
+
+    def __init__(self, max_workers: int, on_crash: Callable[[Worker, BaseException], None]) -> None:
+        self._max_workers = max_workers
+        self._on_crash = on_crash
+        self._slots: deque[Slot] = deque()
+        self._idle: list[asyncio.Future[None]] = []
+        self._workers: set[Worker] = set()
+        self._abandoned: set[Worker] = set()
+        self._is_waking = False
+
+    def submit(self, evaluator: Evaluator, token: PlacementToken | None) -> None:
+        """Queues one slot; a worker takes it as soon as one is free."""
+        self._slots.append((evaluator, token))
+        self._wake_one()
+
+    async def next_slot(self) -> Slot:
+        """For workers: the next slot, waiting for one if need be."""
+        while not self._slots:
+            woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(woken)
+            self._is_waking = False
+            await woken
+        self._is_waking = False
+        slot = self._slots.popleft()
+        if self._slots:
+            self._wake_one()
+        return slot
+
+    def abandon(self, worker: Worker) -> None:
+        """Gives up a worker whose handler does not stop; another may take its place."""
+        worker.is_abandoned = True
+        self._workers.discard(worker)
+        self._abandoned.add(worker)
+        if self._slots:
+            self._wake_one()
+
+    async def close(self, grace_seconds: float) -> int:
+        """Ends all workers; how many did not end within the grace."""
+        tasks = []
+        for worker in self._workers | self._abandoned:
+            worker.is_closing = True
+            worker.task.cancel()
+            tasks.append(worker.task)
+        if not tasks:
+            return 0
+        _, still_running = await asyncio.wait(tasks, timeout=grace_seconds)
+        return len(still_running)
+
+    def _wake_one(self) -> None:
+        if self._is_waking:
+            return
+        while self._idle:
+            woken = self._idle.pop()
+            if not woken.done():
+                woken.set_result(None)
+                self._is_waking = True
+                return
+        if len(self._workers) < self._max_workers:
+            worker = Worker(self)
+            self._workers.add(worker)
+            worker.task.add_done_callback(lambda task: self._ended(worker, task))
+            self._is_waking = True
+
+    def _ended(self, worker: Worker, task: asyncio.Task[None]) -> None:
+        self._workers.discard(worker)
+        self._abandoned.discard(worker)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("a worker crashed", exc_info=error)
+            self._on_crash(worker, error)
+        if self._slots and not worker.is_closing:
+            self._is_waking = False
+            self._wake_one()

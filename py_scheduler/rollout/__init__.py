@@ -1,0 +1,1 @@
+"""What a training step makes of finished samples: figures and files."""

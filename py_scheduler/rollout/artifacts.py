@@ -1,0 +1,115 @@
+"""Finished samples as a Parquet file, one row a sample, so that a trainer can read them back without this package.
+
+Invariants: `token_ids`, `log_probs` and `loss_mask` of a row have one entry per token, in context order; the mask is 1
+exactly on generated tokens; weight spans and turns count positions in them. The file appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from py_scheduler.domain.trajectory import ENVIRONMENT
+from py_scheduler.errors import FailedPreconditionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from py_scheduler.domain.results import SampleDone
+    from py_scheduler.domain.task import Task
+
+_ROWS_PER_GROUP = 1_000
+
+
+def write_trajectories(path: str | Path, samples: Iterable[SampleDone], tasks: Mapping[str, Task]) -> int:
+    """Writes the samples and returns how many there were; `tasks` is keyed by task id.
+
+    Folders are made as needed. Raises FailedPreconditionError without pyarrow.
+    """
+    try:
+        import pyarrow as pa  # noqa: PLC0415 (an optional extra)
+        import pyarrow.parquet as pq  # noqa: PLC0415
+    except ImportError as error:
+        raise FailedPreconditionError(
+            f"writing Parquet needs pyarrow ({error}): install py-scheduler[parquet]"
+        ) from error
+
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    schema = _schema(pa)
+    rows = (_row(sample, tasks.get(sample.task_id)) for sample in samples)
+    count = 0
+    with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
+        while group := list(islice(rows, _ROWS_PER_GROUP)):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+            count += len(group)
+    unfinished.replace(target)
+    return count
+
+
+def _schema(pa: Any) -> Any:
+    position = pa.int32()
+    return pa.schema(
+        {
+            "task_id": pa.string(),
+            "client_key": pa.string(),
+            "dataset": pa.string(),
+            "sample_no": pa.int32(),
+            "attempt_no": pa.int32(),
+            "outcome": pa.string(),
+            "reward": pa.float64(),
+            "reward_details_json": pa.string(),
+            "prompt": pa.string(),
+            "answer": pa.string(),
+            "token_ids": pa.list_(pa.int32()),
+            "log_probs": pa.list_(pa.float32()),
+            "loss_mask": pa.list_(pa.uint8()),
+            "log_prob_kind": pa.string(),
+            "weight_spans": pa.list_(pa.struct({"version": pa.string(), "start": position, "end": position})),
+            "turns": pa.list_(
+                pa.struct({"start": position, "end": position, "source": pa.string(), "finish_reason": pa.string()})
+            ),
+            "termination_reason": pa.string(),
+            "error": pa.string(),
+            "phase": pa.string(),
+            "node_ip": pa.string(),
+            "gpu_ids": pa.list_(pa.int32()),
+            "wait_seconds": pa.float64(),
+            "run_seconds": pa.float64(),
+            "generate_seconds": pa.float64(),
+            "eval_seconds": pa.float64(),
+        }
+    )
+
+
+def _row(sample: SampleDone, task: Task | None) -> dict[str, Any]:
+    """`prompt` is what the model read and `answer` what it wrote, over all turns."""
+    trajectory = sample.trajectory
+    return {
+        "task_id": sample.task_id,
+        "client_key": task.client_key if task else "",
+        "dataset": task.config.dataset if task else "",
+        "sample_no": sample.sample_no,
+        "attempt_no": sample.attempt_no,
+        "outcome": sample.outcome.value,
+        "reward": sample.reward.score,
+        "reward_details_json": msgspec.json.encode(sample.reward.details).decode(),
+        "prompt": "\n".join(turn.text for turn in trajectory.turns if turn.source == ENVIRONMENT),
+        "answer": "\n".join(turn.text for turn in trajectory.turns if turn.source != ENVIRONMENT),
+        "token_ids": trajectory.token_ids,
+        "log_probs": trajectory.log_probs,
+        "loss_mask": trajectory.loss_mask,
+        "log_prob_kind": trajectory.log_prob_kind.value,
+        "weight_spans": [msgspec.structs.asdict(span) for span in trajectory.weight_spans],
+        "turns": [msgspec.structs.asdict(turn) for turn in trajectory.turns],
+        "termination_reason": sample.termination_reason,
+        "error": sample.error,
+        "phase": sample.phase,
+        "node_ip": sample.node_ip,
+        "gpu_ids": list(sample.gpu_ids),
+        **msgspec.structs.asdict(sample.timings),
+    }

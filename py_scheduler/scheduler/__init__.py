@@ -1,0 +1,3 @@
+"""Decides when each attempt runs: the ledger of facts, the ready queue, admission, the event log and the engine
+around them.
+"""

@@ -1,0 +1,60 @@
+"""What the ledger can be told. A command is a wish; the ledger answers with the events that it makes of it, maybe
+none.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from py_scheduler.domain.events import AttemptRef, StopCause
+from py_scheduler.domain.results import AttemptState, SampleDone
+from py_scheduler.domain.task import SubmissionKey, Task
+
+
+class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
+    """Takes tasks in. `fresh_submission_id` is used when the key has no submission yet."""
+
+    request_id: str
+    request_digest: bytes
+    key: SubmissionKey
+    tasks: tuple[Task, ...]
+    fresh_submission_id: str
+    unix_seconds: float
+
+
+class LeaseAttempts(msgspec.Struct, frozen=True, gc=False):
+    """A batch got its lease."""
+
+    attempts: tuple[AttemptRef, ...]
+
+
+class StartAttempt(msgspec.Struct, frozen=True, gc=False):
+    """A worker is about to run an attempt."""
+
+    ref: AttemptRef
+    node_ip: str
+    gpu_ids: tuple[int, ...]
+    unix_seconds: float
+
+
+class EndAttempt(msgspec.Struct, frozen=True, gc=False):
+    """An attempt is over. `samples` may be fewer than the SubTask has: the ledger fills in the rest."""
+
+    ref: AttemptRef
+    state: AttemptState
+    samples: tuple[SampleDone, ...]
+    message: str
+    unix_seconds: float
+
+
+class StopTasks(msgspec.Struct, frozen=True, gc=False):
+    """Stops the open tasks of a submission, or those that are named."""
+
+    submission_id: str
+    task_ids: tuple[str, ...]
+    cause: StopCause
+    reason: str
+    unix_seconds: float
+
+
+Command = AcceptTasks | LeaseAttempts | StartAttempt | EndAttempt | StopTasks

@@ -1,0 +1,341 @@
+"""The scheduler as its users see it: submit, abort, watch, ask.
+
+    submit -> intake -> ledger -> [TasksAccepted] -> journal -> reply
+                                        `-> admission -> supervisor -> workers: run, eval
+                                                                 `-> ledger -> [AttemptEnded, TaskDone]
+    all events -> event log -> journal -> watchers
+
+Everything runs in one event loop; a fact is decided, applied and recorded within one turn of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Self
+
+from py_scheduler.batching import BatchingStrategy, fifo_batching
+from py_scheduler.domain.events import AbortRequested, StopCause, TasksAccepted
+from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+from py_scheduler.domain.requests import (
+    AbortReply,
+    AbortRequest,
+    EngineView,
+    EvaluatorView,
+    EventFilter,
+    EventFrame,
+    NodeView,
+    ServerInfo,
+    SubmissionSelector,
+    SubmissionView,
+    SubmitReply,
+    SubmitRequest,
+)
+from py_scheduler.domain.results import AttemptState, TaskState
+from py_scheduler.domain.task import SubmissionKey
+from py_scheduler.errors import FailedPreconditionError, GenerationError, NotFoundError, ResourceExhaustedError
+from py_scheduler.execution.episode import EpisodeServices
+from py_scheduler.scheduler.admission import Admission
+from py_scheduler.scheduler.commands import AcceptTasks, StopTasks
+from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.scheduler.event_log import EventLog
+from py_scheduler.scheduler.intake import Intake, request_digest
+from py_scheduler.scheduler.ledger import Ledger
+from py_scheduler.scheduler.recorder import Recorder
+from py_scheduler.scheduler.settings import EngineSettings
+from py_scheduler.scheduler.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
+    from py_scheduler.execution.attempt import PlannedAttempt
+    from py_scheduler.placement import NodeUsage, PlacementPool
+    from py_scheduler.scheduler.records import SubmissionRecord
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING_SHOWN = 100
+_RETRY_AFTER_SECONDS = 1.0
+
+
+class TaskDeadline:
+    """When a task ends whatever it is doing."""
+
+    __slots__ = ("_ledger", "seconds", "submission_id", "task_id")
+
+    def __init__(self, ledger: Ledger, submission_id: str, task_id: str, seconds: float) -> None:
+        self._ledger = ledger
+        self.submission_id = submission_id
+        self.task_id = task_id
+        self.seconds = seconds
+
+    @property
+    def is_over(self) -> bool:
+        return self._ledger.task(self.task_id) is None
+
+
+class Engine:
+    """One scheduler. Use as `async with Engine(...) as engine`."""
+
+    def __init__(  # noqa: PLR0913 -- the composition root hands every part in here
+        self,
+        *,
+        specs: Sequence[EvaluatorSpec],
+        pool: PlacementPool | None,
+        generation_engines: Mapping[str, GenerationEngine],
+        journal: Journal,
+        clock: Clock,
+        settings: EngineSettings = EngineSettings(),
+        batching_strategy: BatchingStrategy = fifo_batching,
+        default_sampling: SamplingParams = SamplingParams(),
+        default_stopping: StoppingCriteria = StoppingCriteria(),
+    ) -> None:
+        self._intake = Intake(specs, pool, batching_strategy)
+        self._pool = pool
+        self._clock = clock
+        self._settings = settings
+        self._journal = journal
+        self._generation_engines = generation_engines
+        self._ledger = Ledger(settings.retained_submissions)
+        self._event_log = EventLog(journal)
+        self._recorder = Recorder(self._ledger, self._event_log)
+        services = EpisodeServices(clock, generation_engines, default_sampling, default_stopping)
+        self._supervisor = Supervisor(self._recorder, services, settings, self._requeue, self._slot_returned)
+        self._admission = Admission(pool, self._recorder, clock, settings, self._supervisor.launch)
+        self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
+        self._exit = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._event_log.start()
+        tasks = await self._exit.enter_async_context(asyncio.TaskGroup())
+        resident = tasks.create_task(self._admission.run(), name="admission")
+        self._exit.callback(resident.cancel)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._admission.stop()
+        self._task_deadlines.clear()
+        self.stranded_workers = await self._supervisor.close()
+        self._event_log.flush()
+        await self._exit.aclose()
+        await self._journal.close()
+
+    stranded_workers = 0
+    """After the exit: workers whose handlers would not end; only the end of the process stops them."""
+
+    # Tasks in
+
+    async def submit(self, request: SubmitRequest) -> SubmitReply:
+        """Takes tasks in, all or none; returns once they will survive a crash as far as the journal does.
+
+        Raises InvalidArgumentError, UnplaceableError, AlreadyExistsError, ResourceExhaustedError,
+        FailedPreconditionError.
+        """
+        plan = self._intake.plan(request)
+        digest = request_digest(request)
+        key = request.key
+        if self._ledger.request(key.namespace, request.request_id) is None:
+            self._check_room(len(request.tasks))
+        accept = AcceptTasks(
+            request.request_id, digest, key, request.tasks, f"s{os.urandom(8).hex()}", self._clock.unix_time()
+        )
+        for event in self._recorder.record(accept, key.namespace):
+            if type(event) is TasksAccepted:
+                self._arm_deadlines(event)
+                for spec, attempts in self._intake.attempts(plan, event, self._clock.monotonic()):
+                    self._admission.enqueue(spec, attempts)
+        answered = self._ledger.request(key.namespace, request.request_id)
+        assert answered is not None
+        await self._event_log.wait_committed(answered.before_sequence + 1)
+        return SubmitReply(
+            submission_id=answered.submission_id,
+            task_ids=answered.task_ids,
+            warnings=plan.warnings,
+            before_sequence=answered.before_sequence,
+        )
+
+    def _check_room(self, count: int) -> None:
+        if self._admission.is_stopped:
+            raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
+        limit = self._settings.max_queued_tasks
+        if self._ledger.open_tasks + count > limit:
+            raise ResourceExhaustedError(
+                f"{self._ledger.open_tasks} tasks are open, {count} more would exceed max_queued_tasks ({limit}):"
+                " wait for some to finish",
+                _RETRY_AFTER_SECONDS,
+            )
+
+    def _arm_deadlines(self, accepted: TasksAccepted) -> None:
+        now = self._clock.monotonic()
+        for task in accepted.tasks:
+            seconds = task.task.config.task_deadline_seconds
+            if seconds is not None:
+                deadline = TaskDeadline(self._ledger, accepted.submission_id, task.task_id, seconds)
+                self._task_deadlines.add(now + seconds, deadline)
+
+    def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
+        self._admission.enqueue(spec, attempts)
+
+    def _slot_returned(self) -> None:
+        self._admission.slot_returned()
+
+    # Stops
+
+    async def abort(self, request: AbortRequest) -> AbortReply:
+        """Stops a submission or some of its tasks. Raises NotFoundError."""
+        submission = self._find(request.selector)
+        asked = self._stop_tasks(
+            submission, request.task_ids, StopCause.REQUEST, request.reason or "aborted on request"
+        )
+        await self._event_log.wait_committed(self._ledger.last_sequence)
+        task_ids = frozenset(request.task_ids or asked or submission.open_tasks)
+        if request.wait:
+            try:
+                async with asyncio.timeout(request.timeout_seconds):
+                    await self._supervisor.wait_stopped(task_ids)
+            except TimeoutError:
+                pass
+        running, stranded = self._supervisor.unconfirmed(task_ids)
+        return AbortReply(aborted_tasks=len(asked), still_stopping=tuple(dict.fromkeys(running + stranded)))
+
+    def _on_task_deadline(self, deadline: TaskDeadline, _when: float) -> None:
+        submission = self._ledger.submission(deadline.submission_id)
+        if submission is not None:
+            reason = f"task_deadline_seconds ({deadline.seconds:g}) passed"
+            self._stop_tasks(submission, (deadline.task_id,), StopCause.TASK_DEADLINE, reason)
+
+    def _stop_tasks(
+        self, submission: SubmissionRecord, task_ids: tuple[str, ...], cause: StopCause, reason: str
+    ) -> tuple[str, ...]:
+        """What waits ends now, what runs is told to stop; the ids of the tasks that this changed."""
+        command = StopTasks(submission.submission_id, task_ids, cause, reason, self._clock.unix_time())
+        asked: tuple[str, ...] = ()
+        for event in self._recorder.record(command, submission.key.namespace):
+            if type(event) is AbortRequested:
+                asked = event.task_ids
+        for task_id in asked:
+            self._supervisor.stop(self._ledger.running_attempts(task_id), cause, reason)
+        if asked:
+            self._admission.prune()
+        return asked
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Starts nothing any more; what runs may finish within the grace.
+
+        What is still open then goes on after a restart if the journal is durable; otherwise it ends here, ABORTED.
+        """
+        self._admission.stop()
+        self._supervisor.is_draining = True
+        try:
+            async with asyncio.timeout(grace_seconds):
+                await self._supervisor.wait_stopped()
+        except TimeoutError:
+            logger.warning("samples were still running after %g s of draining", grace_seconds)
+        if not self._journal.is_durable:
+            for submission in self._ledger.open_submissions():
+                self._stop_tasks(submission, (), StopCause.SHUTDOWN, "the server is shutting down")
+            await self._supervisor.wait_stopped()
+        self._event_log.flush()
+
+    # Questions
+
+    @property
+    def store_epoch(self) -> bytes:
+        return self._journal.store_epoch
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the last event that watchers can have seen."""
+        return self._event_log.committed_sequence
+
+    def watch(self, event_filter: EventFilter, after_sequence: int | None) -> AsyncIterator[EventFrame]:
+        """Frames of committed events after a sequence (None: from the oldest retained), for ever.
+
+        The first frame comes at once, be it empty. Raises CursorExpiredError, InvalidArgumentError.
+        """
+        return self._event_log.watch(event_filter, after_sequence)
+
+    def submission(self, selector: SubmissionSelector) -> SubmissionView:
+        """How a submission stands, and why what waits is waiting. Raises NotFoundError."""
+        record = self._find(selector)
+        waiting = self._admission.waiting(lambda attempt: attempt.ref.task_id in record.open_tasks, _MAX_WAITING_SHOWN)
+        attempts, done = record.attempts_in, record.done_tasks
+        return SubmissionView(
+            submission_id=record.submission_id,
+            key=record.key,
+            queued_attempts=attempts[AttemptState.QUEUED],
+            leased_attempts=attempts[AttemptState.LEASED],
+            running_attempts=attempts[AttemptState.RUNNING],
+            open_tasks=len(record.open_tasks),
+            succeeded_tasks=done[TaskState.SUCCEEDED],
+            partial_tasks=done[TaskState.PARTIAL],
+            failed_tasks=done[TaskState.FAILED],
+            aborted_tasks=done[TaskState.ABORTED],
+            waiting=tuple(waiting),
+        )
+
+    async def server_info(self, version: str) -> ServerInfo:
+        """What this scheduler is made of. Engines that do not answer are shown without a model."""
+        return ServerInfo(
+            version=version,
+            evaluators=tuple(_evaluator_view(spec) for spec in self._intake.specs.values()),
+            engines=tuple([await _engine_view(role, engine) for role, engine in self._generation_engines.items()]),
+            nodes=tuple(map(_node_view, self._pool.nodes())) if self._pool is not None else (),
+        )
+
+    def _find(self, selector: SubmissionSelector) -> SubmissionRecord:
+        if selector.submission_id:
+            record = self._ledger.submission(selector.submission_id)
+            if record is not None and record.key.namespace == selector.namespace:
+                return record
+            raise NotFoundError(
+                f"no submission has the id {selector.submission_id!r} in namespace {selector.namespace!r}"
+            )
+        if selector.batch_id is None:
+            raise NotFoundError("name a submission_id or a batch_id")
+        record = self._ledger.submission_of_key(SubmissionKey(selector.batch_id, selector.namespace))
+        if record is None:
+            raise NotFoundError(f"no submission is known as {selector.batch_id!r} in namespace {selector.namespace!r}")
+        return record
+
+
+def _evaluator_view(spec: EvaluatorSpec) -> EvaluatorView:
+    handler = type(spec.handler)
+    return EvaluatorView(
+        evaluator_id=spec.evaluator_id,
+        handler=f"{handler.__module__}:{handler.__qualname__}",
+        resource=spec.resource,
+        sample_resource=spec.sample_resource,
+        batch_size=spec.batch_size,
+    )
+
+
+def _node_view(node: NodeUsage) -> NodeView:
+    return NodeView(
+        node_ip=node.node_ip,
+        gpu_ids=tuple(node.gpu_ids),
+        cpu=node.cpu,
+        memory_gb=node.memory_gb,
+        free_gpus=tuple(node.gpu_free),
+        free_cpu=node.cpu_free,
+        free_memory_gb=node.memory_gb_free,
+    )
+
+
+async def _engine_view(role: str, engine: GenerationEngine) -> EngineView:
+
+    try:
+        info = await engine.model_info()
+    except GenerationError as error:
+        return EngineView(role=role, model_name=f"({error})", weight_version="", vocab_size=0, context_length=0)
+    return EngineView(
+        role=role,
+        model_name=info.name,
+        weight_version=info.weight_version,
+        vocab_size=info.vocab_size,
+        context_length=info.context_length,
+    )

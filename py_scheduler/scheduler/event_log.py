@@ -1,0 +1,180 @@
+"""Carries events from the ledger to the journal and, once committed, to everybody who watches.
+
+Invariants
+  1. Nobody sees an event before the journal has committed it.
+  2. Each watcher sees consecutive (after, through] ranges; a filter drops events from a frame, never a range.
+  3. Memory does not grow with a slow watcher: the tail is bounded, and who falls behind it reads the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.events import (
+    AbortRequested,
+    AttemptEnded,
+    AttemptStarted,
+    EventRecord,
+    TaskDone,
+    TasksAccepted,
+)
+from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
+from py_scheduler.errors import CursorExpiredError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from py_scheduler.domain.ports import Journal
+
+KIND_OF_EVENT: dict[type, EventKind] = {
+    TasksAccepted: EventKind.TASKS_ACCEPTED,
+    AttemptStarted: EventKind.ATTEMPT_STARTED,
+    AttemptEnded: EventKind.ATTEMPT_ENDED,
+    AbortRequested: EventKind.ABORT_REQUESTED,
+    TaskDone: EventKind.TASK_DONE,
+}
+
+_TAIL_EVENTS = 65_536
+_FRAME_EVENTS = 512
+_FRAME_BYTES = 1 << 20
+_FRAME_SCAN = 8_192
+"""Events looked at for one frame: a filter that drops nearly all still lets the loop breathe and the cursor advance."""
+_IDLE_FRAME_SECONDS = 5.0
+
+
+class EventLog:
+    """The committed events' newest part, and who waits for more. `listeners` are called with each committed record."""
+
+    def __init__(self, journal: Journal, last_sequence: int = 0) -> None:
+        self._journal = journal
+        self._outbox: list[EventRecord] = []
+        self._flush_is_due = False
+        self._uncommitted: list[EventRecord] = []
+        self._tail: list[EventRecord] = []
+        self._news = asyncio.Event()
+        self.committed_sequence = last_sequence
+        self.listeners: list[Callable[[EventRecord], None]] = []
+
+    def start(self) -> None:
+        self._journal.start(self._on_commit)
+
+    # Writing
+
+    def append(self, record: EventRecord) -> None:
+        """Takes the next record; all records of one turn of the event loop go to the journal together."""
+        self._outbox.append(record)
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Hands what was appended to the journal now."""
+        self._flush_is_due = False
+        if self._outbox:
+            records, self._outbox = self._outbox, []
+            self._uncommitted.extend(records)
+            self._journal.append(records)
+
+    async def wait_committed(self, sequence: int) -> None:
+        """Returns once everything up to `sequence` survives a crash."""
+        self.flush()
+        while self.committed_sequence < sequence:
+            await self._news.wait()
+
+    def _on_commit(self, through_sequence: int) -> None:
+        count = through_sequence - self.committed_sequence
+        committed, self._uncommitted = self._uncommitted[:count], self._uncommitted[count:]
+        self.committed_sequence = through_sequence
+        self._tail.extend(committed)
+        if len(self._tail) > 2 * _TAIL_EVENTS:
+            for record in self._tail[:-_TAIL_EVENTS]:
+                record.encoded = None
+            del self._tail[:-_TAIL_EVENTS]
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+        for listener in self.listeners:
+            for record in committed:
+                listener(record)
+
+    # Reading
+
+    def check_cursor(self, after_sequence: int | None) -> int:
+        """The sequence to read after. Raises CursorExpiredError when the next event is no longer retained."""
+        oldest = self._journal.oldest_sequence
+        if after_sequence is None:
+            return oldest - 1
+        if after_sequence > self.committed_sequence:
+            raise InvalidArgumentError("this sequence has not been given out yet", "cursor")
+        if after_sequence + 1 < oldest:
+            raise CursorExpiredError(
+                f"events up to {oldest - 1} are no longer retained: start again without a cursor", oldest
+            )
+        return after_sequence
+
+    async def watch(self, event_filter: EventFilter, after_sequence: int | None) -> AsyncIterator[EventFrame]:
+        """Frames from the cursor on, for ever. The first comes at once, be it empty."""
+        told = position = self.check_cursor(after_sequence)
+        matches = _matcher(event_filter)
+        frame_is_due = True
+        while True:
+            news = self._news
+            records, position = await self._read(position, matches)
+            if records or frame_is_due:
+                yield EventFrame(after_sequence=told, through_sequence=position, records=tuple(records))
+                told, frame_is_due = position, False
+            elif position < self.committed_sequence:
+                await asyncio.sleep(0)  # A filter that drops nearly everything must not hold the loop.
+            else:
+                frame_is_due = await _idle(news, something_to_tell=told < position)
+
+    async def _read(self, after: int, matches: Callable[[EventRecord], bool]) -> tuple[list[EventRecord], int]:
+        records: list[EventRecord] = []
+        size, through = 0, after
+        for record in await self._records_after(after):
+            through = record.sequence
+            if matches(record):
+                records.append(record)
+                size += record.size
+                if len(records) >= _FRAME_EVENTS or size >= _FRAME_BYTES:
+                    break
+        return records, through
+
+    async def _records_after(self, after: int) -> Sequence[EventRecord]:
+        if after >= self.committed_sequence:
+            return ()
+        tail = self._tail
+        if tail and tail[0].sequence <= after + 1:
+            start = after + 1 - tail[0].sequence
+            return tail[start : start + _FRAME_SCAN]
+        self.check_cursor(after)
+        return await self._journal.read(after, _FRAME_SCAN)
+
+
+async def _idle(news: asyncio.Event, *, something_to_tell: bool) -> bool:
+    """Waits for a commit; True when an idle filter should be told first how far it has got."""
+    if not something_to_tell:
+        await news.wait()
+        return False
+    try:
+        async with asyncio.timeout(_IDLE_FRAME_SECONDS):
+            await news.wait()
+    except TimeoutError:
+        return True
+    return False
+
+
+def _matcher(event_filter: EventFilter) -> Callable[[EventRecord], bool]:
+    namespace, submission_id = event_filter.namespace, event_filter.submission_id
+    kinds = event_filter.kinds
+    types = frozenset(kind for kind, name in KIND_OF_EVENT.items() if not kinds or name in kinds)
+
+    def matches(record: EventRecord) -> bool:
+        event = record.event
+        return (
+            record.namespace == namespace
+            and type(event) in types
+            and (not submission_id or event.submission_id == submission_id)
+        )
+
+    return matches

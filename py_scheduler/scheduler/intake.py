@@ -1,0 +1,191 @@
+"""From a submit request to planned batches: everything that can be refused is refused here, before anything is
+written down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler.domain.cascade import dataset_config
+from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.limits import check_task_config, name_fault
+from py_scheduler.domain.task import sort_batch_id
+from py_scheduler.errors import FieldViolation, InvalidArgumentError, SchedulerError
+from py_scheduler.execution.attempt import PlannedAttempt
+from py_scheduler.placement import check_deadlock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from py_scheduler.batching import BatchingStrategy
+    from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.events import AcceptedTask, TasksAccepted
+    from py_scheduler.domain.requests import SubmitRequest
+    from py_scheduler.domain.task import Batch, Task
+    from py_scheduler.placement import PlacementPool
+
+logger = logging.getLogger(__name__)
+
+_MAX_VIOLATIONS = 20
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What a request will become: its batches with their specs, and what to warn of."""
+
+    batches: list[tuple[EvaluatorSpec, Batch]]
+    warnings: tuple[str, ...]
+
+
+class Intake:
+    """Validates, batches and guards. `specs` are the server's, the first of them stands in for an unknown task type."""
+
+    def __init__(
+        self, specs: Sequence[EvaluatorSpec], pool: PlacementPool | None, batching_strategy: BatchingStrategy
+    ) -> None:
+        if not specs:
+            raise InvalidArgumentError("at least one evaluator is needed", "specs")
+        self._specs = {spec.evaluator_id: spec for spec in specs}
+        if len(self._specs) != len(specs):
+            raise InvalidArgumentError("two evaluators have the same evaluator_id", "specs")
+        self._fallback = specs[0]
+        self._pool = pool
+        self._batching_strategy = batching_strategy
+        self._warned: set[str] = set()
+
+    @property
+    def specs(self) -> Mapping[str, EvaluatorSpec]:
+        return self._specs
+
+    def plan(self, request: SubmitRequest) -> Plan:
+        """Raises InvalidArgumentError with every fault of the request, UnplaceableError when a batch could never be
+        admitted.
+        """
+        check_request(request)
+        batches = self._batching_strategy(request.tasks, self._specs)
+        _check_batches(batches, request.tasks)
+        warnings: dict[str, None] = {}
+        resolved = [(self._resolve(batch.task_type, warnings), batch) for batch in batches]
+        for spec, samples in _biggest_batches(resolved):
+            check_deadlock(
+                self._pool,
+                evaluator_id=spec.evaluator_id,
+                budget=spec.resource,
+                per_sample=spec.sample_resource,
+                max_batch_samples=samples,
+            )
+        return Plan(resolved, tuple(warnings))
+
+    def attempts(
+        self, plan: Plan, accepted: TasksAccepted, queued_at: float
+    ) -> Iterator[tuple[EvaluatorSpec, list[PlannedAttempt]]]:
+        """The first attempts of the accepted tasks, batch by batch."""
+        batch_key = sort_batch_id(accepted.batch_id)
+        by_task: defaultdict[int, deque[AcceptedTask]] = defaultdict(deque)
+        for task in accepted.tasks:
+            by_task[id(task.task)].append(task)
+        for spec, batch in plan.batches:
+            yield (
+                spec,
+                [
+                    PlannedAttempt(
+                        ref=AttemptRef(task_id, sample_no, 1),
+                        task=task,
+                        first_sample_no=sample_no,
+                        sample_count=1,
+                        namespace=accepted.namespace,
+                        batch_key=batch_key,
+                        queued_at=queued_at,
+                    )
+                    for task in batch.tasks
+                    for task_id in (by_task[id(task)].popleft().task_id,)
+                    for sample_no in range(task.config.repeat_times)
+                ],
+            )
+
+    def _resolve(self, task_type: str, warnings: dict[str, None]) -> EvaluatorSpec:
+        spec = self._specs.get(task_type)
+        if spec is not None:
+            return spec
+        warning = f"no evaluator is called {task_type!r}: its tasks run on {self._fallback.evaluator_id!r}"
+        warnings[warning] = None
+        if task_type not in self._warned:
+            self._warned.add(task_type)
+            logger.warning(warning)
+        return self._fallback
+
+
+def check_request(request: SubmitRequest) -> None:
+    """Raises InvalidArgumentError that names every fault found, at most 20 of them."""
+    violations = []
+    for field, value in (("request_id", request.request_id), ("namespace", request.key.namespace)):
+        if fault := name_fault(value):
+            violations.append(FieldViolation(field, fault))
+    if not request.tasks:
+        violations.append(FieldViolation("tasks", "is empty: send at least one task"))
+    for violation in _task_violations(request.tasks):
+        violations.append(violation)
+        if len(violations) >= _MAX_VIOLATIONS:
+            break
+    if violations:
+        raise InvalidArgumentError(violations)
+
+
+def request_digest(request: SubmitRequest) -> bytes:
+    """What the same request has in common with itself when it is sent again."""
+    try:
+        content = msgspec.msgpack.encode((request.key.namespace, request.key.batch_id, request.tasks))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"only JSON values can be stored: {error}", "tasks[].metadata") from error
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _task_violations(tasks: Sequence[Task]) -> Iterator[FieldViolation]:
+    right_configs: set[int] = set()
+    for number, task in enumerate(tasks):
+        if id(task.config) not in right_configs:
+            faults = list(check_task_config(task.config))
+            if not faults:
+                right_configs.add(id(task.config))
+            for fault in faults:
+                yield FieldViolation(f"tasks[{number}].config.{fault.field}", fault.description)
+        if task.client_key and (fault_text := name_fault(task.client_key)):
+            yield FieldViolation(f"tasks[{number}].client_key", fault_text)
+        if task.metadata:
+            try:
+                dataset_config(task.metadata)
+            except InvalidArgumentError as error:
+                for fault in error.violations:
+                    yield FieldViolation(f"tasks[{number}].{fault.field}", fault.description)
+
+
+def _check_batches(batches: list[Batch], tasks: Sequence[Task]) -> None:
+    """A strategy is somebody's own code: it must place each task once, and only under its own type."""
+    wanted: defaultdict[int, int] = defaultdict(int)
+    for task in tasks:
+        wanted[id(task)] += 1
+    for batch in batches:
+        if not batch.tasks:
+            raise SchedulerError("the batching strategy made an empty batch")
+        for task in batch.tasks:
+            wanted[id(task)] -= 1
+            if task.config.task_type != batch.task_type:
+                raise SchedulerError(
+                    f"the batching strategy put a task of type {task.config.task_type!r}"
+                    f" into a batch of {batch.task_type!r}"
+                )
+    if any(wanted.values()):
+        raise SchedulerError("the batching strategy did not put every task into exactly one batch")
+
+
+def _biggest_batches(batches: Sequence[tuple[EvaluatorSpec, Batch]]) -> Iterable[tuple[EvaluatorSpec, int]]:
+    biggest: dict[str, tuple[EvaluatorSpec, int]] = {}
+    for spec, batch in batches:
+        samples = sum(task.config.repeat_times for task in batch.tasks)
+        if samples > biggest.get(spec.evaluator_id, (spec, 0))[1]:
+            biggest[spec.evaluator_id] = (spec, samples)
+    return biggest.values()

@@ -1,0 +1,421 @@
+"""The one writer of every fact about tasks and attempts.
+
+`decide(command)` says which events a command makes of the present state, and changes nothing; `apply(event)` changes
+the state, and decides nothing. Synchronous, no I/O, no clock: folding the same events gives the same state, which is
+what restart is.
+
+Invariants
+  1. Every accepted task gets exactly one TaskDone, and every planned sample exactly one SampleDone.
+  2. A SubTask has one live attempt at most; attempt numbers rise by one; a command about another attempt makes no
+     event (fencing).
+  3. A task that is to be stopped never starts an attempt again.
+  4. Journalled events are numbered without holes from 1.
+
+      QUEUED -> LEASED -> RUNNING -> SUCCEEDED | FAILED | TIMED_OUT | ABORTED | LOST
+                 FAILED, TIMED_OUT, LOST with budget left: the next attempt is QUEUED
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.events import (
+    AbortRequested,
+    AcceptedTask,
+    AttemptEnded,
+    AttemptRef,
+    AttemptsLeased,
+    AttemptStarted,
+    Event,
+    StopCause,
+    TaskDone,
+    TasksAccepted,
+)
+from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
+from py_scheduler.domain.task import SubmissionKey
+from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
+from py_scheduler.scheduler.commands import (
+    AcceptTasks,
+    Command,
+    EndAttempt,
+    LeaseAttempts,
+    StartAttempt,
+    StopTasks,
+)
+from py_scheduler.scheduler.records import RequestRecord, SubmissionRecord, SubTaskRecord, TaskRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_WAITING = (AttemptState.QUEUED, AttemptState.LEASED)
+
+_OUTCOME_OF_END = {
+    AttemptState.FAILED: Outcome.INFRA_OTHER,
+    AttemptState.TIMED_OUT: Outcome.AGENT_TIMEOUT,
+    AttemptState.ABORTED: Outcome.ABORTED,
+    AttemptState.LOST: Outcome.INFRA_OTHER,
+}
+"""For samples that an attempt left without a record of their own."""
+
+
+class Ledger:
+    """All open tasks, and the finished submissions that are still remembered."""
+
+    def __init__(self, retained_submissions: int = 10_000) -> None:
+        self.last_sequence = 0
+        self.stale_commands = 0
+        self._retained_submissions = retained_submissions
+        self._tasks: dict[str, TaskRecord] = {}
+        self._submissions: dict[str, SubmissionRecord] = {}
+        self._by_key: dict[SubmissionKey, SubmissionRecord] = {}
+        self._finished: OrderedDict[str, None] = OrderedDict()
+        self._requests: dict[tuple[str, str], RequestRecord] = {}
+        self._decide: dict[type, Callable[..., list[Event]]] = {
+            AcceptTasks: self._decide_accept,
+            LeaseAttempts: self._decide_lease,
+            StartAttempt: self._decide_start,
+            EndAttempt: self._decide_end,
+            StopTasks: self._decide_stop,
+        }
+        self._apply: dict[type, Callable[..., None]] = {
+            TasksAccepted: self._apply_accepted,
+            AttemptsLeased: self._apply_leased,
+            AttemptStarted: self._apply_started,
+            AttemptEnded: self._apply_ended,
+            AbortRequested: self._apply_abort,
+            TaskDone: self._apply_done,
+        }
+
+    # Questions
+
+    @property
+    def open_tasks(self) -> int:
+        return len(self._tasks)
+
+    def request(self, namespace: str, request_id: str) -> RequestRecord | None:
+        return self._requests.get((namespace, request_id))
+
+    def submission(self, submission_id: str) -> SubmissionRecord | None:
+        return self._submissions.get(submission_id)
+
+    def submission_of_key(self, key: SubmissionKey) -> SubmissionRecord | None:
+        return self._by_key.get(key)
+
+    def task(self, task_id: str) -> TaskRecord | None:
+        """The record of an open task; None once it is done."""
+        return self._tasks.get(task_id)
+
+    def is_waiting(self, ref: AttemptRef) -> bool:
+        """Whether this attempt is still to be started."""
+        return self._live(ref, _WAITING)
+
+    def running_attempts(self, task_id: str) -> list[AttemptRef]:
+        task = self._tasks.get(task_id)
+        if task is None:
+            return []
+        return [
+            AttemptRef(task_id, subtask_no, subtask.attempt_no)
+            for subtask_no, subtask in enumerate(task.subtasks)
+            if subtask.state is AttemptState.RUNNING
+        ]
+
+    def open_submissions(self) -> list[SubmissionRecord]:
+        return [submission for submission in self._submissions.values() if submission.open_tasks]
+
+    # Decisions
+
+    def decide(self, command: Command) -> list[Event]:
+        """The events that this command makes, in order. They count only when all of them are applied."""
+        return self._decide[type(command)](command)
+
+    def _decide_accept(self, command: AcceptTasks) -> list[Event]:
+        known = self.request(command.key.namespace, command.request_id)
+        if known is not None:
+            if known.digest != command.request_digest:
+                raise AlreadyExistsError(
+                    f"request_id {command.request_id!r} was used for other tasks: send a fresh request_id"
+                )
+            return []
+        submission = self._by_key.get(command.key)
+        self._check_client_keys(submission, command)
+        submission_id = submission.submission_id if submission else command.fresh_submission_id
+        first_no = submission.next_task_no if submission else 0
+        accepted = tuple(
+            AcceptedTask(f"{submission_id}-{number}", task) for number, task in enumerate(command.tasks, first_no)
+        )
+        return [
+            TasksAccepted(
+                submission_id=submission_id,
+                namespace=command.key.namespace,
+                batch_id=command.key.batch_id,
+                request_id=command.request_id,
+                request_digest=command.request_digest,
+                tasks=accepted,
+                unix_seconds=command.unix_seconds,
+            )
+        ]
+
+    def _check_client_keys(self, submission: SubmissionRecord | None, command: AcceptTasks) -> None:
+        live = submission.client_keys if submission else frozenset[str]()
+        seen: set[str] = set()
+        for number, task in enumerate(command.tasks):
+            key = task.client_key
+            if not key:
+                continue
+            if key in live:
+                raise AlreadyExistsError(
+                    f"tasks[{number}].client_key: {key!r} belongs to a task of this submission that is still open"
+                )
+            if key in seen:
+                raise InvalidArgumentError(f"{key!r} stands twice in this request", f"tasks[{number}].client_key")
+            seen.add(key)
+
+    def _decide_lease(self, command: LeaseAttempts) -> list[Event]:
+        leasable = tuple(ref for ref in command.attempts if self._live(ref, _WAITING))
+        return [AttemptsLeased(attempts=leasable)] if leasable else []
+
+    def _decide_start(self, command: StartAttempt) -> list[Event]:
+        ref = command.ref
+        task = self._tasks.get(ref.task_id)
+        if task is None or not self._live(ref, _WAITING):
+            return []
+        return [
+            AttemptStarted(
+                submission_id=task.submission.submission_id,
+                task_id=ref.task_id,
+                subtask_no=ref.subtask_no,
+                attempt_no=ref.attempt_no,
+                node_ip=command.node_ip,
+                gpu_ids=command.gpu_ids,
+                unix_seconds=command.unix_seconds,
+            )
+        ]
+
+    def _decide_end(self, command: EndAttempt) -> list[Event]:
+        ref, state = command.ref, command.state
+        task = self._tasks.get(ref.task_id)
+        if task is None or not self._live(ref, (AttemptState.RUNNING, *_WAITING)):
+            self.stale_commands += 1
+            return []
+        subtask = task.subtasks[ref.subtask_no]
+        if _may_retry(task, subtask, state):
+            return [_ended(task, command, (), ref.attempt_no + 1)]
+        samples = _complete_samples(task, subtask, command)
+        events: list[Event] = [_ended(task, command, samples, 0)]
+        if task.open_subtasks == 1:
+            succeeded = len(samples) if state is AttemptState.SUCCEEDED else 0
+            events.append(_task_done(task, samples, succeeded, command.message, command.unix_seconds))
+        return events
+
+    def _decide_stop(self, command: StopTasks) -> list[Event]:
+        submission = self._submissions[command.submission_id]
+        named = command.task_ids or tuple(submission.open_tasks)
+        tasks = [task for task_id in named if (task := submission.open_tasks.get(task_id)) and task.stop_cause is None]
+        if not tasks:
+            return []
+        events: list[Event] = [
+            AbortRequested(
+                submission_id=command.submission_id,
+                task_ids=tuple(task.task_id for task in tasks),
+                cause=command.cause,
+                reason=command.reason,
+                unix_seconds=command.unix_seconds,
+            )
+        ]
+        for task in tasks:
+            events.extend(_end_waiting(task, command))
+        return events
+
+    def _live(self, ref: AttemptRef, states: tuple[AttemptState, ...]) -> bool:
+        task = self._tasks.get(ref.task_id)
+        if task is None:
+            return False
+        subtask = task.subtasks[ref.subtask_no]
+        return subtask.attempt_no == ref.attempt_no and subtask.state in states
+
+    # Facts
+
+    def apply(self, event: Event) -> None:
+        """Takes one event into the state. Journalled events get the next sequence."""
+        if type(event) is not AttemptsLeased:
+            self.last_sequence += 1
+        self._apply[type(event)](event)
+
+    def _apply_accepted(self, event: TasksAccepted) -> None:
+        submission = self._submissions.get(event.submission_id)
+        if submission is None:
+            submission = SubmissionRecord(event.submission_id, SubmissionKey(event.batch_id, event.namespace))
+            self._submissions[event.submission_id] = self._by_key[submission.key] = submission
+        self._finished.pop(event.submission_id, None)
+        for accepted in event.tasks:
+            task = TaskRecord(accepted.task_id, accepted.task, submission)
+            self._tasks[accepted.task_id] = submission.open_tasks[accepted.task_id] = task
+            submission.attempts_in[AttemptState.QUEUED] += len(task.subtasks)
+            if accepted.task.client_key:
+                submission.client_keys.add(accepted.task.client_key)
+        submission.next_task_no += len(event.tasks)
+        submission.request_ids.append(event.request_id)
+        self._requests[event.namespace, event.request_id] = RequestRecord(
+            event.request_digest,
+            event.submission_id,
+            tuple(accepted.task_id for accepted in event.tasks),
+            self.last_sequence - 1,
+        )
+
+    def _apply_leased(self, event: AttemptsLeased) -> None:
+        for ref in event.attempts:
+            task = self._tasks[ref.task_id]
+            _move(task, task.subtasks[ref.subtask_no], AttemptState.LEASED)
+
+    def _apply_started(self, event: AttemptStarted) -> None:
+        task = self._tasks[event.task_id]
+        _move(task, task.subtasks[event.subtask_no], AttemptState.RUNNING)
+
+    def _apply_ended(self, event: AttemptEnded) -> None:
+        task = self._tasks[event.task_id]
+        subtask = task.subtasks[event.subtask_no]
+        _move(task, subtask, event.state)
+        if event.next_attempt_no:
+            if event.state is AttemptState.LOST:
+                subtask.losses += 1
+            else:
+                subtask.failures += 1
+            subtask.attempt_no = event.next_attempt_no
+            _move(task, subtask, AttemptState.QUEUED)
+            return
+        task.open_subtasks -= 1
+        outcomes = task.outcomes
+        for sample in event.samples:
+            outcomes[sample.outcome] = outcomes.get(sample.outcome, 0) + 1
+        if event.state is AttemptState.SUCCEEDED:
+            task.succeeded_samples += len(event.samples)
+        elif not task.reason:
+            task.reason = event.message
+
+    def _apply_abort(self, event: AbortRequested) -> None:
+        for task_id in event.task_ids:
+            task = self._tasks[task_id]
+            task.stop_cause = event.cause
+            task.reason = event.reason
+
+    def _apply_done(self, event: TaskDone) -> None:
+        task = self._tasks.pop(event.task_id)
+        submission = task.submission
+        del submission.open_tasks[event.task_id]
+        submission.client_keys.discard(event.client_key)
+        submission.done_tasks[event.state] += 1
+        if not submission.open_tasks:
+            self._finished[submission.submission_id] = None
+            while len(self._finished) > self._retained_submissions:
+                self._forget(self._finished.popitem(last=False)[0])
+
+    def _forget(self, submission_id: str) -> None:
+        submission = self._submissions.pop(submission_id)
+        if self._by_key.get(submission.key) is submission:
+            del self._by_key[submission.key]
+        for request_id in submission.request_ids:
+            del self._requests[submission.key.namespace, request_id]
+
+
+def _move(task: TaskRecord, subtask: SubTaskRecord, state: AttemptState) -> None:
+    counts = task.submission.attempts_in
+    if subtask.state in counts:
+        counts[subtask.state] -= 1
+    if state in counts:
+        counts[state] += 1
+    subtask.state = state
+
+
+def _may_retry(task: TaskRecord, subtask: SubTaskRecord, state: AttemptState) -> bool:
+    if task.stop_cause is not None:
+        return False
+    retry = task.task.config.retry
+    if state is AttemptState.LOST:
+        return subtask.losses < retry.max_loss_retries
+    if state is AttemptState.FAILED or state is AttemptState.TIMED_OUT:
+        return subtask.failures < retry.max_failure_retries
+    return False
+
+
+def _complete_samples(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> tuple[SampleDone, ...]:
+    if len(command.samples) == subtask.sample_count:
+        return command.samples
+    have = {sample.sample_no: sample for sample in command.samples}
+    numbers = range(subtask.first_sample_no, subtask.first_sample_no + subtask.sample_count)
+    return tuple(have.get(number) or _missing_sample(task, number, command) for number in numbers)
+
+
+def _missing_sample(task: TaskRecord, sample_no: int, command: EndAttempt) -> SampleDone:
+    return SampleDone(
+        task_id=task.task_id,
+        sample_no=sample_no,
+        attempt_no=command.ref.attempt_no,
+        outcome=_OUTCOME_OF_END.get(command.state, Outcome.INFRA_OTHER),
+        error=command.message,
+    )
+
+
+def _ended(
+    task: TaskRecord, command: EndAttempt, samples: tuple[SampleDone, ...], next_attempt_no: int
+) -> AttemptEnded:
+    return AttemptEnded(
+        submission_id=task.submission.submission_id,
+        task_id=task.task_id,
+        subtask_no=command.ref.subtask_no,
+        attempt_no=command.ref.attempt_no,
+        state=command.state,
+        samples=samples,
+        message=command.message,
+        next_attempt_no=next_attempt_no,
+        unix_seconds=command.unix_seconds,
+    )
+
+
+def _end_waiting(task: TaskRecord, command: StopTasks) -> Iterator[Event]:
+    """Ends what has not started; what runs is ended by the report of its stop."""
+    state = command.cause.attempt_state
+    waiting = [(no, sub) for no, sub in enumerate(task.subtasks) if sub.state in _WAITING]
+    ended: list[SampleDone] = []
+    for subtask_no, subtask in waiting:
+        ref = AttemptRef(task.task_id, subtask_no, subtask.attempt_no)
+        end = EndAttempt(ref, state, (), command.reason, command.unix_seconds)
+        samples = _complete_samples(task, subtask, end)
+        ended.extend(samples)
+        yield _ended(task, end, samples, 0)
+    if task.open_subtasks == len(waiting):
+        yield _task_done(task, ended, 0, command.reason, command.unix_seconds, command.cause)
+
+
+def _task_done(
+    task: TaskRecord,
+    last_samples: Iterable[SampleDone],
+    last_succeeded: int,
+    message: str,
+    unix_seconds: float,
+    stop_cause: StopCause | None = None,
+) -> TaskDone:
+    outcomes = dict(task.outcomes)
+    for sample in last_samples:
+        outcomes[sample.outcome] = outcomes.get(sample.outcome, 0) + 1
+    planned = task.task.config.repeat_times
+    aborted = Outcome.ABORTED in outcomes or (stop_cause or task.stop_cause) is StopCause.REQUEST
+    state = _task_state(task.succeeded_samples + last_succeeded, planned, aborted=aborted)
+    return TaskDone(
+        submission_id=task.submission.submission_id,
+        task_id=task.task_id,
+        client_key=task.task.client_key,
+        state=state,
+        planned_samples=planned,
+        outcomes=outcomes,
+        reason="" if state is TaskState.SUCCEEDED else task.reason or message,
+        unix_seconds=unix_seconds,
+    )
+
+
+def _task_state(succeeded: int, planned: int, *, aborted: bool) -> TaskState:
+    if succeeded == planned:
+        return TaskState.SUCCEEDED
+    if aborted:
+        return TaskState.ABORTED
+    return TaskState.PARTIAL if succeeded else TaskState.FAILED

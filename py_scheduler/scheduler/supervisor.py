@@ -1,0 +1,191 @@
+"""Watches over what runs: phases, deadlines, stops, workers that are lost. Implements
+`execution.evaluator.AttemptBoard`.
+
+Invariants
+  1. `_running` holds exactly the attempts that the ledger calls RUNNING.
+  2. A stop ends in one of two ways: the handler comes back, or after `stop_grace_seconds` its worker is given up and
+     its room stranded.
+  3. An evaluator without slots has no pending attempts: what is left when its last slot goes waits for room again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.events import AttemptEnded, AttemptRef, StopCause
+from py_scheduler.domain.results import AttemptState
+from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt
+from py_scheduler.execution.evaluator import Evaluator
+from py_scheduler.execution.outcomes import describe
+from py_scheduler.execution.workers import WorkerPool
+from py_scheduler.scheduler.commands import EndAttempt, StartAttempt
+from py_scheduler.scheduler.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.execution.episode import EpisodeServices
+    from py_scheduler.execution.workers import Worker
+    from py_scheduler.scheduler.recorder import Recorder
+    from py_scheduler.scheduler.settings import EngineSettings
+
+    Requeue = Callable[[EvaluatorSpec, list[PlannedAttempt]], None]
+
+
+class Supervisor:
+    """Everything that runs. `requeue` takes attempts that wait again; `slot_returned` is told of each slot that is
+    free.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        services: EpisodeServices,
+        settings: EngineSettings,
+        requeue: Requeue,
+        slot_returned: Callable[[], None],
+    ) -> None:
+        self._recorder = recorder
+        self._services = services
+        self._clock = services.clock
+        self._stop_grace_seconds = settings.stop_grace_seconds
+        self._requeue = requeue
+        self._slot_returned = slot_returned
+        self._running: dict[AttemptRef, RunningAttempt] = {}
+        self._stranded: dict[AttemptRef, RunningAttempt] = {}
+        self._deadlines: Deadlines[RunningAttempt] = Deadlines(services.clock, self._on_deadline)
+        self._workers = WorkerPool(settings.max_running_samples, self._on_crash)
+        self._stopped = asyncio.Event()
+        self.is_draining = False
+        """No attempt is started any more; what runs may finish."""
+
+    def launch(
+        self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], tokens: Sequence[PlacementToken | None]
+    ) -> None:
+        """Starts an evaluator on an admitted batch, one worker to a token."""
+        evaluator = Evaluator(spec, attempts, self._services, self)
+        evaluator.active_slots = len(tokens)
+        for token in tokens:
+            self._workers.submit(evaluator, token)
+
+    # What evaluators say
+
+    def begin(
+        self, planned: PlannedAttempt, evaluator: Evaluator, token: PlacementToken | None, worker: Worker
+    ) -> RunningAttempt | None:
+        if self.is_draining:
+            return None
+        running = RunningAttempt(planned, evaluator, token, worker)
+        start = StartAttempt(planned.ref, running.node_ip, running.gpu_ids, self._clock.unix_time())
+        if not self._recorder.record(start, planned.namespace):
+            return None
+        worker.running = self._running[planned.ref] = running
+        return running
+
+    def phase_begins(self, running: RunningAttempt, phase: str, timeout_seconds: float | None) -> None:
+        running.phase = phase
+        if timeout_seconds is None:
+            running.phase_deadline = None
+        else:
+            running.phase_deadline = self._clock.monotonic() + timeout_seconds
+            self._deadlines.add(running.phase_deadline, running)
+
+    def end(self, running: RunningAttempt, report: AttemptReport) -> None:
+        running.is_over = True
+        running.worker.running = None
+        self._running.pop(running.ref, None)
+        if running.is_stranded:
+            self._stranded.pop(running.ref, None)
+        self._report(running, report)
+        if running.stop_cause is not None or self.is_draining:
+            self._tell_stopped()
+
+    def slot_is_free(self, evaluator: Evaluator, token: PlacementToken | None, worker: Worker) -> None:
+        if token is not None:
+            token.release()
+        if not worker.is_abandoned:
+            self._slot_is_gone(evaluator)
+        self._slot_returned()
+
+    # Stops
+
+    def stop(self, refs: Iterable[AttemptRef], cause: StopCause, reason: str) -> None:
+        """Cancels these attempts, those of them that run."""
+        for ref in refs:
+            running = self._running.get(ref)
+            if running is not None:
+                self._stop(running, cause, reason)
+
+    def unconfirmed(self, task_ids: frozenset[str] | None = None) -> tuple[list[str], list[str]]:
+        """Tasks (of these, or of all) whose work has not stopped: still running, and stranded."""
+        return (
+            [ref.task_id for ref in self._running if task_ids is None or ref.task_id in task_ids],
+            [ref.task_id for ref in self._stranded if task_ids is None or ref.task_id in task_ids],
+        )
+
+    async def wait_stopped(self, task_ids: frozenset[str] | None = None) -> None:
+        """Returns when none of these tasks (or of all) runs any more; what is stranded is not waited for."""
+        while self.unconfirmed(task_ids)[0]:
+            await self._stopped.wait()
+
+    async def close(self) -> int:
+        """Ends the workers; how many did not end within the grace."""
+        self._deadlines.clear()
+        return await self._workers.close(self._stop_grace_seconds)
+
+    def _stop(self, running: RunningAttempt, cause: StopCause, reason: str) -> None:
+        if running.stop(cause, reason):
+            running.stop_deadline = self._clock.monotonic() + self._stop_grace_seconds
+            self._deadlines.add(running.stop_deadline, running)
+
+    def _tell_stopped(self) -> None:
+        stopped, self._stopped = self._stopped, asyncio.Event()
+        stopped.set()
+
+    def _on_deadline(self, running: RunningAttempt, when: float) -> None:
+        if running.stop_cause is not None:
+            if when == running.stop_deadline:
+                self._strand(running)
+        elif when == running.phase_deadline:
+            spec, phase = running.evaluator.spec, running.phase
+            seconds = spec.run_timeout_seconds if phase == "run" else spec.eval_timeout_seconds
+            self._stop(running, StopCause.PHASE_TIMEOUT, f"{phase}_timeout_seconds ({seconds:g}) passed")
+
+    def _strand(self, running: RunningAttempt) -> None:
+        """The handler ignores its stop: end the attempt without it, and let another worker take the place of its
+        own.
+        """
+        if running.stop_cause is None or running.is_stranded:
+            return
+        running.is_stranded = True
+        del self._running[running.ref]
+        self._stranded[running.ref] = running
+        message = f"{running.stop_reason}; the handler did not stop within {self._stop_grace_seconds:g} s"
+        self._report(running, AttemptReport(running.stop_cause.attempt_state, (), message))
+        self._workers.abandon(running.worker)
+        self._slot_is_gone(running.evaluator)
+        self._tell_stopped()
+
+    def _on_crash(self, worker: Worker, error: BaseException) -> None:
+        """A worker ended by a fault of ours: its attempt is LOST. Its slot came back on the way out."""
+        if worker.running is not None:
+            self.end(worker.running, AttemptReport(AttemptState.LOST, (), f"its worker crashed: {describe(error)}"))
+
+    def _slot_is_gone(self, evaluator: Evaluator) -> None:
+        evaluator.active_slots -= 1
+        if evaluator.active_slots == 0 and evaluator.pending:
+            ledger = self._recorder.ledger
+            attempts = [attempt for attempt in evaluator.pending if ledger.is_waiting(attempt.ref)]
+            evaluator.pending.clear()
+            if attempts:
+                self._requeue(evaluator.spec, attempts)
+
+    def _report(self, running: RunningAttempt, report: AttemptReport) -> None:
+        planned = running.planned
+        end = EndAttempt(planned.ref, report.state, report.samples, report.message, self._clock.unix_time())
+        for event in self._recorder.record(end, planned.namespace):
+            if type(event) is AttemptEnded and event.next_attempt_no:
+                self._requeue(running.evaluator.spec, [planned.next_attempt(self._clock.monotonic())])

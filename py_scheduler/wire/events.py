@@ -1,0 +1,231 @@
+"""Events and stream frames on the wire (event.proto).
+
+An event is encoded once, as a frame that holds nothing else, and the bytes are kept on its record for all watchers:
+concatenating serialised messages merges them, so a frame of many events is their bytes in a row and then the frame's
+own fields.
+Messages are filled field by field: with this protobuf that is three times faster than constructor arguments.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, scheduler_service_pb2
+from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, TaskDone, TasksAccepted
+from py_scheduler.domain.requests import TasksAcceptedNotice, WatchedEvent, WatchedFrame, WatchedRecord
+from py_scheduler.errors import InvalidArgumentError
+from py_scheduler.wire.enums import ATTEMPT_STATES, OUTCOMES, STOP_CAUSES, TASK_STATES
+from py_scheduler.wire.results import decode_sample, encode_sample
+from py_scheduler.wire.tasks import encode_batch_id
+from py_scheduler.wire.text import safe_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from py_scheduler.domain.events import EventRecord, JournalledEvent
+    from py_scheduler.domain.requests import EventFrame
+    from py_scheduler.domain.task import BatchId
+    from py_scheduler.wire.cursor import CursorCodec
+
+
+# Domain to wire
+
+
+MAX_FRAME_BYTES = 1 << 20
+"""Frames are closed above this size: a step of long trajectories is many messages, none near the limit of one."""
+
+
+def encode_frames(frame: EventFrame, cursors: CursorCodec, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[bytes]:
+    """One serialised WatchEventsResponse, or several that follow on one another when there is much to carry."""
+    after = frame.after_sequence
+    parts: list[bytes] = []
+    size = 0
+    for record in frame.records:
+        encoded = record.encoded or encode_record(record)
+        if parts and size + len(encoded) > max_bytes:
+            through = record.sequence - 1
+            yield _join(parts, after, through, cursors)
+            after, parts, size = through, [], 0
+        parts.append(encoded)
+        size += len(encoded)
+    yield _join(parts, after, frame.through_sequence, cursors)
+
+
+def _join(parts: list[bytes], after: int, through: int, cursors: CursorCodec) -> bytes:
+    own = scheduler_service_pb2.WatchEventsResponse(
+        after_sequence=after, through_sequence=through, cursor=cursors.encode(through)
+    )
+    return b"".join((*parts, own.SerializeToString()))
+
+
+def encode_record(record: EventRecord) -> bytes:
+    """Encodes an event and keeps the bytes on its record."""
+    frame = scheduler_service_pb2.WatchEventsResponse()
+    fill_event(record.event, record.sequence, frame.events.add())
+    record.encoded = encoded = frame.SerializeToString()
+    return encoded
+
+
+def fill_event(event: JournalledEvent, sequence: int, message: event_pb2.Event) -> None:
+    """Fills an empty message."""
+    message.sequence = sequence
+    message.unix_seconds = event.unix_seconds
+    message.submission_id = event.submission_id
+    _FILLERS[type(event)](event, message)
+
+
+def _fill_tasks_accepted(event: TasksAccepted, message: event_pb2.Event) -> None:
+    message.tasks_accepted.batch_id.CopyFrom(encode_batch_id(event.batch_id))
+    message.tasks_accepted.task_ids.extend([accepted.task_id for accepted in event.tasks])
+
+
+def _fill_attempt_started(event: AttemptStarted, message: event_pb2.Event) -> None:
+    started = message.attempt_started
+    started.task_id = event.task_id
+    if event.subtask_no:
+        started.subtask_no = event.subtask_no
+    started.attempt_no = event.attempt_no
+    if event.node_ip:
+        started.node_ip = event.node_ip
+        started.gpu_ids.extend(event.gpu_ids)
+
+
+def _fill_attempt_ended(event: AttemptEnded, message: event_pb2.Event) -> None:
+    ended = message.attempt_ended
+    ended.task_id = event.task_id
+    if event.subtask_no:
+        ended.subtask_no = event.subtask_no
+    ended.attempt_no = event.attempt_no
+    ended.state = ATTEMPT_STATES.number_of[event.state]
+    for sample in event.samples:
+        encode_sample(sample, ended.samples.add())
+    if event.message:
+        ended.message = safe_text(event.message)
+    if event.next_attempt_no:
+        ended.next_attempt_no = event.next_attempt_no
+
+
+def _fill_abort_requested(event: AbortRequested, message: event_pb2.Event) -> None:
+    abort = message.abort_requested
+    abort.task_ids.extend(event.task_ids)
+    abort.reason = safe_text(event.reason)
+    abort.cause = STOP_CAUSES.number_of[event.cause]
+
+
+def _fill_task_done(event: TaskDone, message: event_pb2.Event) -> None:
+    done = message.task_done
+    done.task_id = event.task_id
+    if event.client_key:
+        done.client_key = event.client_key
+    done.state = TASK_STATES.number_of[event.state]
+    done.planned_samples = event.planned_samples
+    for outcome, count in event.outcomes.items():
+        entry = done.outcomes.add()
+        entry.outcome = OUTCOMES.number_of[outcome]
+        entry.count = count
+    if event.reason:
+        done.reason = safe_text(event.reason)
+
+
+_FILLERS: dict[type, Callable[[Any, event_pb2.Event], None]] = {
+    TasksAccepted: _fill_tasks_accepted,
+    AttemptStarted: _fill_attempt_started,
+    AttemptEnded: _fill_attempt_ended,
+    AbortRequested: _fill_abort_requested,
+    TaskDone: _fill_task_done,
+}
+
+
+# Wire to domain
+
+
+def decode_frame(message: scheduler_service_pb2.WatchEventsResponse) -> WatchedFrame:
+    """Raises InvalidArgumentError for what only a newer server could have sent."""
+    return WatchedFrame(
+        after_sequence=message.after_sequence,
+        through_sequence=message.through_sequence,
+        records=tuple(WatchedRecord(event.sequence, decode_event(event)) for event in message.events),
+        cursor=message.cursor,
+    )
+
+
+def decode_event(message: event_pb2.Event) -> WatchedEvent:
+    """Raises InvalidArgumentError for a kind that this version does not know."""
+    decode = _DECODERS.get(message.WhichOneof("kind") or "")
+    if decode is None:
+        raise InvalidArgumentError("is of a kind that this version does not know: update the client", "events")
+    return decode(message)
+
+
+def _decode_tasks_accepted(message: event_pb2.Event) -> TasksAcceptedNotice:
+    accepted = message.tasks_accepted
+    batch_id: BatchId = accepted.batch_id.label or accepted.batch_id.step
+    return TasksAcceptedNotice(
+        submission_id=message.submission_id,
+        batch_id=batch_id,
+        task_ids=tuple(accepted.task_ids),
+        unix_seconds=message.unix_seconds,
+    )
+
+
+def _decode_attempt_started(message: event_pb2.Event) -> AttemptStarted:
+    started = message.attempt_started
+    node_ip = started.node_ip
+    return AttemptStarted(
+        submission_id=message.submission_id,
+        task_id=started.task_id,
+        subtask_no=started.subtask_no,
+        attempt_no=started.attempt_no,
+        node_ip=node_ip,
+        gpu_ids=tuple(started.gpu_ids) if node_ip else (),
+        unix_seconds=message.unix_seconds,
+    )
+
+
+def _decode_attempt_ended(message: event_pb2.Event) -> AttemptEnded:
+    ended = message.attempt_ended
+    return AttemptEnded(
+        submission_id=message.submission_id,
+        task_id=ended.task_id,
+        subtask_no=ended.subtask_no,
+        attempt_no=ended.attempt_no,
+        state=ATTEMPT_STATES.member(ended.state, "attempt_ended.state"),
+        samples=tuple([decode_sample(sample) for sample in ended.samples]),
+        message=ended.message,
+        next_attempt_no=ended.next_attempt_no,
+        unix_seconds=message.unix_seconds,
+    )
+
+
+def _decode_abort_requested(message: event_pb2.Event) -> AbortRequested:
+    abort = message.abort_requested
+    return AbortRequested(
+        submission_id=message.submission_id,
+        task_ids=tuple(abort.task_ids),
+        cause=STOP_CAUSES.member(abort.cause, "abort_requested.cause"),
+        reason=abort.reason,
+        unix_seconds=message.unix_seconds,
+    )
+
+
+def _decode_task_done(message: event_pb2.Event) -> TaskDone:
+    done = message.task_done
+    return TaskDone(
+        submission_id=message.submission_id,
+        task_id=done.task_id,
+        client_key=done.client_key,
+        state=TASK_STATES.member(done.state, "task_done.state"),
+        planned_samples=done.planned_samples,
+        outcomes={OUTCOMES.member(entry.outcome, "task_done.outcomes"): entry.count for entry in done.outcomes},
+        reason=done.reason,
+        unix_seconds=message.unix_seconds,
+    )
+
+
+_DECODERS: dict[str, Callable[[event_pb2.Event], WatchedEvent]] = {
+    "tasks_accepted": _decode_tasks_accepted,
+    "attempt_started": _decode_attempt_started,
+    "attempt_ended": _decode_attempt_ended,
+    "abort_requested": _decode_abort_requested,
+    "task_done": _decode_task_done,
+}

@@ -1,0 +1,305 @@
+"""Calls and their answers on the wire (scheduler_service.proto).
+
+Decoders of requests judge everything that can be judged at the door, and raise InvalidArgumentError with every fault
+at once.
+"""
+
+from __future__ import annotations
+
+from py_scheduler._generated.rollout_scheduler.v1 import resource_pb2
+from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
+from py_scheduler.domain.limits import name_fault
+from py_scheduler.domain.requests import (
+    AbortReply,
+    AbortRequest,
+    EngineView,
+    EvaluatorView,
+    EventFilter,
+    NodeView,
+    ServerInfo,
+    SubmissionSelector,
+    SubmissionView,
+    SubmitReply,
+    SubmitRequest,
+    WaitingBatch,
+)
+from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey
+from py_scheduler.errors import InvalidArgumentError
+from py_scheduler.wire.cursor import CursorCodec
+from py_scheduler.wire.enums import EVENT_KINDS
+from py_scheduler.wire.faults import Faults
+from py_scheduler.wire.tasks import decode_batch_id, decode_tasks, encode_batch_id
+from py_scheduler.wire.text import safe_text
+
+MAX_REASON_LENGTH = 4_096
+MAX_WAITING_TOLD = 100
+
+# Submit
+
+
+def decode_submit_request(message: service.SubmitTasksRequest, max_tasks: int) -> SubmitRequest:
+    """Raises InvalidArgumentError naming each faulty field; `max_tasks` bounds one call."""
+    faults = Faults()
+    if fault := name_fault(message.request_id):
+        faults.add("request_id", fault)
+    key = SubmissionKey(decode_batch_id(message.batch_id, "batch_id", faults), _namespace(message.namespace, faults))
+    count = len(message.tasks)
+    if not 1 <= count <= max_tasks:
+        faults.add("tasks", f"holds {count}, must hold at least 1 and at most {max_tasks}: split the submission")
+        faults.check()
+    default_config = message.default_config if message.HasField("default_config") else None
+    tasks = decode_tasks(message.tasks, default_config, faults)
+    faults.check()
+    return SubmitRequest(request_id=message.request_id, key=key, tasks=tasks)
+
+
+def _namespace(namespace: str, faults: Faults, path: str = "namespace") -> str:
+    if fault := name_fault(namespace, required=False):
+        faults.add(path, fault)
+    return namespace or DEFAULT_NAMESPACE
+
+
+def encode_submit_reply(reply: SubmitReply, namespace: str, store_epoch: bytes) -> service.SubmitTasksResponse:
+    cursors = CursorCodec(store_epoch, EventFilter(submission_id=reply.submission_id, namespace=namespace))
+    return service.SubmitTasksResponse(
+        submission_id=reply.submission_id,
+        task_ids=reply.task_ids,
+        warnings=[safe_text(warning) for warning in reply.warnings],
+        cursor=cursors.encode(reply.before_sequence),
+    )
+
+
+# Watch
+
+
+def decode_filter(message: service.EventFilter) -> EventFilter:
+    faults = Faults()
+    namespace = _namespace(message.namespace, faults, "filter.namespace")
+    if fault := name_fault(message.submission_id, required=False):
+        faults.add("filter.submission_id", fault)
+    kinds = set()
+    for number, kind in enumerate(message.kinds):
+        try:
+            kinds.add(EVENT_KINDS.member(kind, f"filter.kinds[{number}]"))
+        except InvalidArgumentError as error:
+            faults.add_all("", error.violations)
+    faults.check()
+    return EventFilter(submission_id=message.submission_id, kinds=frozenset(kinds), namespace=namespace)
+
+
+def encode_filter(event_filter: EventFilter) -> service.EventFilter:
+    return service.EventFilter(
+        submission_id=event_filter.submission_id,
+        kinds=sorted(EVENT_KINDS.number_of[kind] for kind in event_filter.kinds),
+        namespace=event_filter.namespace,
+    )
+
+
+# Get
+
+
+def decode_selector(
+    message: service.GetSubmissionRequest | service.AbortSubmissionRequest, faults: Faults
+) -> SubmissionSelector:
+    namespace = _namespace(message.namespace, faults)
+    submission_id, batch_id = message.submission_id, None
+    if bool(submission_id) == message.HasField("batch_id"):
+        faults.add("submission_id", "name the submission by exactly one of submission_id and batch_id")
+    elif submission_id:
+        if fault := name_fault(submission_id):
+            faults.add("submission_id", fault)
+    else:
+        batch_id = decode_batch_id(message.batch_id, "batch_id", faults)
+    return SubmissionSelector(submission_id=submission_id, batch_id=batch_id, namespace=namespace)
+
+
+def decode_get_request(message: service.GetSubmissionRequest) -> SubmissionSelector:
+    faults = Faults()
+    selector = decode_selector(message, faults)
+    faults.check()
+    return selector
+
+
+def encode_get_request(selector: SubmissionSelector) -> service.GetSubmissionRequest:
+    batch_id = selector.batch_id
+    return service.GetSubmissionRequest(
+        submission_id=selector.submission_id,
+        batch_id=None if batch_id is None else encode_batch_id(batch_id),
+        namespace=selector.namespace,
+    )
+
+
+_COUNTS = (
+    "queued_attempts",
+    "leased_attempts",
+    "running_attempts",
+    "open_tasks",
+    "succeeded_tasks",
+    "partial_tasks",
+    "failed_tasks",
+    "aborted_tasks",
+)
+
+
+def encode_submission(view: SubmissionView) -> service.GetSubmissionResponse:
+    message = service.GetSubmissionResponse(
+        submission_id=view.submission_id,
+        batch_id=encode_batch_id(view.key.batch_id),
+        **{count: getattr(view, count) for count in _COUNTS},
+    )
+    for batch in view.waiting[:MAX_WAITING_TOLD]:
+        message.waiting.add(
+            task_ids=batch.task_ids,
+            reason=safe_text(batch.reason),
+            waiting_seconds=batch.waiting_seconds,
+            bypassed=batch.bypassed,
+        )
+    return message
+
+
+def decode_submission(message: service.GetSubmissionResponse, namespace: str) -> SubmissionView:
+    batch_id: BatchId = message.batch_id.label or message.batch_id.step
+    return SubmissionView(
+        submission_id=message.submission_id,
+        key=SubmissionKey(batch_id, namespace),
+        waiting=tuple(
+            WaitingBatch(
+                task_ids=tuple(batch.task_ids),
+                reason=batch.reason,
+                waiting_seconds=batch.waiting_seconds,
+                bypassed=batch.bypassed,
+            )
+            for batch in message.waiting
+        ),
+        **{count: getattr(message, count) for count in _COUNTS},
+    )
+
+
+# Abort
+
+
+def decode_abort_request(message: service.AbortSubmissionRequest, timeout_seconds: float | None) -> AbortRequest:
+    """`timeout_seconds` is what the call's deadline leaves for a wait."""
+    faults = Faults()
+    selector = decode_selector(message, faults)
+    for number, task_id in enumerate(message.task_ids):
+        if fault := name_fault(task_id):
+            faults.add(f"task_ids[{number}]", fault)
+    if len(message.reason) > MAX_REASON_LENGTH:
+        faults.add("reason", f"has {len(message.reason)} characters, at most {MAX_REASON_LENGTH} are taken")
+    faults.check()
+    return AbortRequest(
+        selector=selector,
+        task_ids=tuple(message.task_ids),
+        reason=message.reason,
+        wait=message.wait,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def encode_abort_request(request: AbortRequest) -> service.AbortSubmissionRequest:
+    """Without the timeout, which travels as the call's deadline."""
+    selector = request.selector
+    return service.AbortSubmissionRequest(
+        submission_id=selector.submission_id,
+        batch_id=None if selector.batch_id is None else encode_batch_id(selector.batch_id),
+        namespace=selector.namespace,
+        task_ids=request.task_ids,
+        reason=request.reason,
+        wait=request.wait,
+    )
+
+
+def encode_abort_reply(reply: AbortReply) -> service.AbortSubmissionResponse:
+    return service.AbortSubmissionResponse(
+        state=service.ABORT_STATE_ABORTING if reply.still_stopping else service.ABORT_STATE_ABORTED,
+        aborted_tasks=reply.aborted_tasks,
+        still_stopping=reply.still_stopping,
+    )
+
+
+def decode_abort_reply(message: service.AbortSubmissionResponse) -> AbortReply:
+    return AbortReply(aborted_tasks=message.aborted_tasks, still_stopping=tuple(message.still_stopping))
+
+
+# Server info
+
+
+def encode_server_info(info: ServerInfo) -> service.GetServerInfoResponse:
+    message = service.GetServerInfoResponse(version=info.version)
+    for evaluator in info.evaluators:
+        message.evaluators.add(
+            evaluator_id=evaluator.evaluator_id,
+            handler=evaluator.handler,
+            resource=_encode_resource(evaluator.resource),
+            sample_resource=_encode_resource(evaluator.sample_resource),
+            batch_size=evaluator.batch_size or 0,
+        )
+    for engine in info.engines:
+        message.engines.add(
+            role=engine.role,
+            model_name=safe_text(engine.model_name),
+            weight_version=safe_text(engine.weight_version),
+            vocab_size=engine.vocab_size,
+            context_length=engine.context_length,
+        )
+    for node in info.nodes:
+        message.nodes.add(
+            node_ip=node.node_ip,
+            gpu_ids=node.gpu_ids,
+            cpu=node.cpu,
+            memory_gb=node.memory_gb,
+            free_gpus=node.free_gpus,
+            free_cpu=node.free_cpu,
+            free_memory_gb=node.free_memory_gb,
+        )
+    return message
+
+
+def decode_server_info(message: service.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=message.version,
+        evaluators=tuple(
+            EvaluatorView(
+                evaluator_id=evaluator.evaluator_id,
+                handler=evaluator.handler,
+                resource=_decode_resource(evaluator.resource),
+                sample_resource=_decode_resource(evaluator.sample_resource),
+                batch_size=evaluator.batch_size or None,
+            )
+            for evaluator in message.evaluators
+        ),
+        engines=tuple(
+            EngineView(
+                role=engine.role,
+                model_name=engine.model_name,
+                weight_version=engine.weight_version,
+                vocab_size=engine.vocab_size,
+                context_length=engine.context_length,
+            )
+            for engine in message.engines
+        ),
+        nodes=tuple(
+            NodeView(
+                node_ip=node.node_ip,
+                gpu_ids=tuple(node.gpu_ids),
+                cpu=node.cpu,
+                memory_gb=node.memory_gb,
+                free_gpus=tuple(node.free_gpus),
+                free_cpu=node.free_cpu,
+                free_memory_gb=node.free_memory_gb,
+            )
+            for node in message.nodes
+        ),
+    )
+
+
+def _encode_resource(resource: Resource) -> resource_pb2.Resource:
+    return resource_pb2.Resource(
+        gpu=resource.gpu, cpu=resource.cpu, memory_gb=resource.memory_gb, concurrency=resource.concurrency
+    )
+
+
+def _decode_resource(message: resource_pb2.Resource) -> Resource:
+    return Resource(gpu=message.gpu, cpu=message.cpu, memory_gb=message.memory_gb, concurrency=message.concurrency)

@@ -1,0 +1,146 @@
+"""Samples' terminal records on the wire (task.proto). Token ids, log-probs and loss mask travel as bytes, untouched.
+
+Messages are filled field by field: with this protobuf that is three times faster than constructor arguments.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from py_scheduler.domain.generation import WeightSpan
+from py_scheduler.domain.results import NO_REWARD, Reward, SampleDone, Timings
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, Turn
+from py_scheduler.errors import InvalidArgumentError
+from py_scheduler.wire.enums import LOG_PROB_KINDS, OUTCOMES
+from py_scheduler.wire.text import safe_text
+
+if TYPE_CHECKING:
+    from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
+
+_NO_TIMINGS = Timings()
+
+
+# Domain to wire
+
+
+def encode_sample(sample: SampleDone, message: task_pb2.SampleDone) -> None:
+    """Fills an empty message."""
+    message.task_id = sample.task_id
+    if sample.sample_no:
+        message.sample_no = sample.sample_no
+    message.attempt_no = sample.attempt_no
+    message.outcome = OUTCOMES.number_of[sample.outcome]
+    if sample.reward is not NO_REWARD:
+        message.reward.score = sample.reward.score
+        if sample.reward.details:
+            message.reward.details_json = _encode_details(sample.reward.details)
+    if sample.trajectory is not EMPTY_TRAJECTORY:
+        encode_trajectory(sample.trajectory, message.trajectory)
+    if sample.termination_reason:
+        message.termination_reason = safe_text(sample.termination_reason)
+    if sample.error:
+        message.error = safe_text(sample.error)
+    if sample.phase:
+        message.phase = sample.phase
+    if sample.node_ip:
+        message.node_ip = sample.node_ip
+        message.gpu_ids.extend(sample.gpu_ids)
+    if sample.timings is not _NO_TIMINGS:
+        _encode_timings(sample.timings, message.timings)
+
+
+def _encode_timings(timings: Timings, message: task_pb2.Timings) -> None:
+    message.wait_seconds = timings.wait_seconds
+    message.run_seconds = timings.run_seconds
+    message.generate_seconds = timings.generate_seconds
+    message.eval_seconds = timings.eval_seconds
+
+
+def _encode_details(details: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(details)
+    except (TypeError, ValueError, RecursionError) as error:
+        # A scorer may say anything; a sample is not lost, and its watchers are not cut off, because of it.
+        return msgspec.json.encode({"unreadable_details": safe_text(str(error))})
+
+
+def encode_trajectory(trajectory: Trajectory, message: task_pb2.Trajectory) -> None:
+    """Fills an empty message."""
+    message.token_ids = trajectory.token_id_bytes
+    message.log_probs = trajectory.log_prob_bytes
+    message.loss_mask = trajectory.loss_mask_bytes
+    message.log_prob_kind = LOG_PROB_KINDS.number_of[trajectory.log_prob_kind]
+    for turn in trajectory.turns:
+        message.turns.add(
+            start=turn.start,
+            end=turn.end,
+            source=turn.source,
+            text=safe_text(turn.text),
+            finish_reason=turn.finish_reason,
+        )
+    for span in trajectory.weight_spans:
+        message.weight_spans.add(version=span.version, start=span.start, end=span.end)
+
+
+# Wire to domain
+
+
+def decode_sample(message: task_pb2.SampleDone) -> SampleDone:
+    """Raises InvalidArgumentError for an outcome of a newer server."""
+    node_ip = message.node_ip
+    return SampleDone(
+        task_id=message.task_id,
+        sample_no=message.sample_no,
+        attempt_no=message.attempt_no,
+        outcome=OUTCOMES.member(message.outcome, "outcome"),
+        reward=_decode_reward(message.reward) if message.HasField("reward") else NO_REWARD,
+        trajectory=decode_trajectory(message.trajectory) if message.HasField("trajectory") else EMPTY_TRAJECTORY,
+        termination_reason=message.termination_reason,
+        error=message.error,
+        phase=message.phase,
+        node_ip=node_ip,
+        gpu_ids=tuple(message.gpu_ids) if node_ip else (),
+        timings=_decode_timings(message.timings) if message.HasField("timings") else _NO_TIMINGS,
+    )
+
+
+def _decode_reward(message: task_pb2.Reward) -> Reward:
+    details_json = message.details_json
+    return Reward(score=message.score, details=_decode_details(details_json) if details_json else {})
+
+
+def _decode_details(details_json: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(details_json, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise InvalidArgumentError(f"is not a JSON object: {error}", "reward.details_json") from error
+
+
+def _decode_timings(message: task_pb2.Timings) -> Timings:
+    return Timings(
+        wait_seconds=message.wait_seconds,
+        run_seconds=message.run_seconds,
+        generate_seconds=message.generate_seconds,
+        eval_seconds=message.eval_seconds,
+    )
+
+
+def decode_trajectory(message: task_pb2.Trajectory) -> Trajectory:
+    """Raises InvalidArgumentError when the arrays are not of one length."""
+    token_ids, log_probs, loss_mask = message.token_ids, message.log_probs, message.loss_mask
+    if not len(token_ids) == len(log_probs) == 4 * len(loss_mask):
+        lengths = f"{len(token_ids)}, {len(log_probs)} and {len(loss_mask)} bytes"
+        raise InvalidArgumentError(f"token_ids, log_probs and loss_mask disagree: {lengths}", "trajectory")
+    return Trajectory(
+        token_id_bytes=token_ids,
+        log_prob_bytes=log_probs,
+        loss_mask_bytes=loss_mask,
+        turns=tuple(
+            Turn(start=turn.start, end=turn.end, source=turn.source, text=turn.text, finish_reason=turn.finish_reason)
+            for turn in message.turns
+        ),
+        weight_spans=tuple(WeightSpan(span.version, span.start, span.end) for span in message.weight_spans),
+        log_prob_kind=LOG_PROB_KINDS.member(message.log_prob_kind, "trajectory.log_prob_kind"),
+    )

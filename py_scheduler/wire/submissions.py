@@ -1,0 +1,106 @@
+"""Cuts a list of tasks into SubmitTasks requests of bounded size, lazily: the list may be longer than memory.
+
+The first request bears the caller's request id and the others ids derived from it, so that sending everything again is
+recognised request by request.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
+from py_scheduler.errors import FieldViolation, InvalidArgumentError
+from py_scheduler.wire.tasks import encode_batch_id, encode_config, encode_task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
+    from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
+
+_TASK_INDEX = re.compile(r"^tasks\[(\d+)\]")
+
+
+class SubmitChunk(msgspec.Struct, frozen=True):
+    """One call's request; its tasks are those from `first_task` on of the whole list."""
+
+    first_task: int
+    request: service.SubmitTasksRequest
+
+    def with_list_index(self, error: InvalidArgumentError) -> InvalidArgumentError:
+        """The error with task numbers of the whole list, as its submitter counts them."""
+
+        def shift(match: re.Match[str]) -> str:
+            return f"tasks[{int(match[1]) + self.first_task}]"
+
+        return type(error)([FieldViolation(_TASK_INDEX.sub(shift, v.field), v.description) for v in error.violations])
+
+
+def encode_submission_chunks(
+    tasks: Iterable[Task], key: SubmissionKey, request_id: str, max_tasks: int, max_bytes: int
+) -> Iterator[SubmitChunk]:
+    """A request is closed by `max_tasks`, or by the task that brings it to `max_bytes`.
+
+    Raises InvalidArgumentError for tasks that the server would refuse anyway, and for an empty list.
+    """
+    configs = _ConfigCache()
+    batch_id = encode_batch_id(key.batch_id)
+    first_task = chunk_no = size = 0
+    request: service.SubmitTasksRequest | None = None
+    default_config: TaskConfig | None = None
+    for number, task in enumerate(tasks):
+        if request is None:
+            first_task, size, default_config = number, 0, task.config
+            request = _new_request(request_id, chunk_no, batch_id, key.namespace)
+            request.default_config.CopyFrom(_at_task(configs, number, default_config))
+        message = request.tasks.add()
+        if task.config is not default_config:
+            message.config.CopyFrom(_at_task(configs, number, task.config))
+        try:
+            encode_task(task, message)
+        except InvalidArgumentError as error:
+            raise _prefixed(error, f"tasks[{number}]") from error
+        size += message.ByteSize()
+        if size >= max_bytes or number - first_task + 1 >= max_tasks:
+            yield SubmitChunk(first_task, request)
+            request, chunk_no = None, chunk_no + 1
+    if request is not None:
+        yield SubmitChunk(first_task, request)
+    elif chunk_no == 0:
+        raise InvalidArgumentError("is empty: there is nothing to submit", "tasks")
+
+
+def _new_request(
+    request_id: str, chunk_no: int, batch_id: task_pb2.BatchId, namespace: str
+) -> service.SubmitTasksRequest:
+    own_id = f"{request_id}/{chunk_no}" if chunk_no else request_id
+    return service.SubmitTasksRequest(request_id=own_id, batch_id=batch_id, namespace=namespace)
+
+
+class _ConfigCache:
+    """Encodes each config object once. Keeps the objects, so that an id is never another object's."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[TaskConfig, task_pb2.TaskConfig]] = {}
+
+    def encode(self, config: TaskConfig) -> task_pb2.TaskConfig:
+        known = self._known.get(id(config))
+        if known is None:
+            known = self._known[id(config)] = (config, encode_config(config))
+        return known[1]
+
+
+def _at_task(configs: _ConfigCache, number: int, config: TaskConfig) -> task_pb2.TaskConfig:
+    try:
+        return configs.encode(config)
+    except InvalidArgumentError as error:
+        raise _prefixed(error, f"tasks[{number}].config") from error
+
+
+def _prefixed(error: InvalidArgumentError, prefix: str) -> InvalidArgumentError:
+    return InvalidArgumentError([FieldViolation(f"{prefix}.{v.field}", v.description) for v in error.violations])

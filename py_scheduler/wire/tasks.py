@@ -1,0 +1,239 @@
+"""Tasks and their configuration on the wire (task.proto).
+
+Decoding a plain task costs about a microsecond: a config is decoded once however many tasks carry it, and fields are
+read once. `Faults` gets everything that is wrong; what is returned is only meant to be used when there is none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
+from py_scheduler.domain.cascade import DATASET_CONFIG_KEY, dataset_config
+from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+from py_scheduler.domain.limits import check_sampling, check_stopping, check_task_config, name_fault
+from py_scheduler.domain.task import BatchId, RetryPolicy, Task, TaskConfig
+from py_scheduler.errors import FieldViolation, InvalidArgumentError
+from py_scheduler.wire.text import safe_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from google.protobuf.message import Message
+
+    from py_scheduler.wire.faults import Faults
+
+_SAMPLING_SCALARS = tuple(
+    field.name for field in task_pb2.SamplingParams.DESCRIPTOR.fields if field.name not in {"stop", "stop_token_ids"}
+)
+_STOPPING_SCALARS = ("max_turns", "max_context_len")
+_RETRY_SCALARS = ("max_failure_retries", "max_loss_retries")
+_MAX_STEP = 2**63 - 1
+
+_NO_CONFIG = TaskConfig(task_type="absent")
+_NO_SAMPLING = SamplingParams()
+_NO_STOPPING = StoppingCriteria()
+_DEFAULT_RETRY = RetryPolicy()
+
+
+# Wire to domain
+
+
+def decode_tasks(
+    messages: Iterable[task_pb2.Task], default_config: task_pb2.TaskConfig | None, faults: Faults
+) -> tuple[Task, ...]:
+    """The tasks of one request; `default_config` is for those that have none of their own."""
+    configs = _ConfigReader(faults)
+    default = None if default_config is None else configs.read(default_config, "default_config")
+    tasks = []
+    for number, message in enumerate(messages):
+        if faults.are_many:
+            break
+        if message.HasField("config"):
+            config = configs.read(message.config, f"tasks[{number}].config")
+        elif default is not None:
+            config = default
+        else:
+            config = _NO_CONFIG
+            faults.add(f"tasks[{number}].config", "is absent, and so is the request's default_config: send one of them")
+        metadata_json = message.metadata_json
+        metadata = _read_metadata(metadata_json, number, config.dataset, faults) if metadata_json else {}
+        client_key = message.client_key
+        if client_key and (fault := name_fault(client_key)):
+            faults.add(f"tasks[{number}].client_key", fault)
+        tasks.append(
+            Task(
+                config=config,
+                prompt=message.prompt,
+                data=message.data,
+                metadata=metadata,
+                client_key=client_key,
+            )
+        )
+    return tuple(tasks)
+
+
+class _ConfigReader:
+    """Decodes each distinct config of a request once."""
+
+    __slots__ = ("_faults", "_known")
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self._known: dict[bytes, TaskConfig] = {}
+
+    def read(self, message: task_pb2.TaskConfig, path: str) -> TaskConfig:
+        key = message.SerializeToString()
+        config = self._known.get(key)
+        if config is None:
+            config = self._known[key] = decode_config(message)
+            self._faults.add_all(path, check_task_config(config))
+        return config
+
+
+def decode_config(message: task_pb2.TaskConfig) -> TaskConfig:
+    """Reads without judging: `limits.check_task_config` says what is wrong."""
+    return TaskConfig(
+        task_type=message.task_type,
+        repeat_times=message.repeat_times if message.HasField("repeat_times") else 1,
+        dataset=message.dataset,
+        sampling=decode_sampling(message.sampling) if message.HasField("sampling") else _NO_SAMPLING,
+        stopping=(
+            StoppingCriteria(**_present(message.stopping, _STOPPING_SCALARS))
+            if message.HasField("stopping")
+            else _NO_STOPPING
+        ),
+        task_deadline_seconds=message.task_deadline_seconds if message.HasField("task_deadline_seconds") else None,
+        retry=RetryPolicy(**_present(message.retry, _RETRY_SCALARS)) if message.HasField("retry") else _DEFAULT_RETRY,
+    )
+
+
+def decode_sampling(message: task_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        stop=tuple(message.stop) or None,
+        stop_token_ids=tuple(message.stop_token_ids) or None,
+        **_present(message, _SAMPLING_SCALARS),
+    )
+
+
+def _present(message: Message, fields: Iterable[str]) -> dict[str, Any]:
+    return {field: getattr(message, field) for field in fields if message.HasField(field)}
+
+
+def _read_metadata(metadata_json: bytes, number: int, dataset: str, faults: Faults) -> dict[str, Any]:
+    path = f"tasks[{number}].metadata_json"
+    try:
+        metadata = msgspec.json.decode(metadata_json)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        faults.add(path, f"is not JSON in UTF-8: {error}")
+        return {}
+    except RecursionError:
+        faults.add(path, "is nested too deeply")
+        return {}
+    if type(metadata) is not dict:
+        faults.add(path, f"must be a JSON object, not {type(metadata).__name__}")
+        return {}
+    if DATASET_CONFIG_KEY in metadata:
+        faults.add_all(f"tasks[{number}]", _check_dataset_config(metadata, dataset))
+    return metadata
+
+
+def _check_dataset_config(metadata: dict[str, Any], dataset: str) -> Iterator[FieldViolation]:
+    try:
+        config = dataset_config(metadata)
+    except InvalidArgumentError as error:
+        yield from error.violations
+        return
+    label = f"data set {config.name or dataset!r}"
+    for group, violations in (
+        ("sampling", check_sampling(config.sampling)),
+        ("stopping", check_stopping(config.stopping)),
+    ):
+        for violation in violations:
+            field = f"metadata.{DATASET_CONFIG_KEY}.{group}.{violation.field}"
+            yield FieldViolation(field, f"{label}: {violation.description}")
+
+
+def decode_batch_id(message: task_pb2.BatchId, path: str, faults: Faults) -> BatchId:
+    match message.WhichOneof("id"):
+        case "step":
+            if message.step < 0:
+                faults.add(f"{path}.step", f"is {message.step}, must not be negative")
+            return message.step
+        case "label":
+            if fault := name_fault(message.label):
+                faults.add(f"{path}.label", fault)
+            return message.label
+        case _:
+            faults.add(path, 'is absent: send a step (7) or a label ("7/gsm8k")')
+            return 0
+
+
+# Domain to wire
+
+
+def encode_config(config: TaskConfig) -> task_pb2.TaskConfig:
+    """Raises InvalidArgumentError for what the server would refuse anyway."""
+    if violations := tuple(check_task_config(config)):
+        raise InvalidArgumentError(violations)
+    message = task_pb2.TaskConfig(
+        task_type=config.task_type,
+        repeat_times=config.repeat_times,
+        dataset=config.dataset,
+        task_deadline_seconds=config.task_deadline_seconds,
+    )
+    if config.sampling != _NO_SAMPLING:
+        message.sampling.CopyFrom(task_pb2.SamplingParams(**_said(config.sampling)))
+    if config.stopping != _NO_STOPPING:
+        message.stopping.CopyFrom(task_pb2.StoppingCriteria(**_said(config.stopping)))
+    if config.retry != _DEFAULT_RETRY:
+        message.retry.CopyFrom(
+            task_pb2.RetryPolicy(
+                max_failure_retries=config.retry.max_failure_retries, max_loss_retries=config.retry.max_loss_retries
+            )
+        )
+    return message
+
+
+def _said(params: msgspec.Struct) -> dict[str, Any]:
+    return {field: value for field in params.__struct_fields__ if (value := getattr(params, field)) is not None}
+
+
+def encode_task(task: Task, message: task_pb2.Task) -> None:
+    """Fills a message with everything but the config.
+
+    Raises InvalidArgumentError for metadata that is not JSON and for text that UTF-8 cannot carry.
+    """
+    try:
+        if task.prompt:
+            message.prompt = task.prompt
+        if task.client_key:
+            message.client_key = task.client_key
+        if task.data:
+            message.data = task.data
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"cannot be sent: {error}", _unsendable_field(task)) from error
+    if task.metadata:
+        try:
+            message.metadata_json = msgspec.json.encode(task.metadata)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidArgumentError(f"must hold JSON values only: {error}", "metadata") from error
+
+
+def _unsendable_field(task: Task) -> str:
+    for field in ("prompt", "client_key"):
+        value = getattr(task, field)
+        if not isinstance(value, str) or safe_text(value) != value:
+            return field
+    return "data"
+
+
+def encode_batch_id(batch_id: BatchId) -> task_pb2.BatchId:
+    """Raises InvalidArgumentError for a step that is negative or beyond 64 bits."""
+    if isinstance(batch_id, str):
+        return task_pb2.BatchId(label=batch_id)
+    if not 0 <= batch_id <= _MAX_STEP:
+        raise InvalidArgumentError(f"is {batch_id}, must be 0 or more and fit 64 bits", "batch_id.step")
+    return task_pb2.BatchId(step=batch_id)

@@ -1,0 +1,47 @@
+"""What every test shares. Fixtures of one area stay beside its tests."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# A handler that blocks the loop stops every other rollout, so a test during which the loop stood still this long
+# fails. Generous, since the machine's few cores may be busy with something else: it is meant for calls that block,
+# not for code that is merely slow.
+LOOP_BLOCKED_SECONDS = float(os.environ.get("PY_SCHEDULER_LOOP_BLOCKED_SECONDS", "1.0"))
+
+
+class SlowCallbacks(logging.Filter):
+    """Collects asyncio's reports of slow callbacks and keeps the harmless ones out of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocked: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.msg != "Executing %s took %.3f seconds" or not isinstance(record.args, tuple):
+            return True
+        _callback, seconds = record.args
+        if isinstance(seconds, float) and seconds >= LOOP_BLOCKED_SECONDS:
+            self.blocked.append(record.getMessage())
+            return True
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _loop_is_never_blocked() -> Iterator[None]:
+    slow = SlowCallbacks()
+    logger = logging.getLogger("asyncio")
+    logger.addFilter(slow)
+    try:
+        yield
+    finally:
+        logger.removeFilter(slow)
+    if slow.blocked:
+        pytest.fail("the event loop was blocked: " + "; ".join(slow.blocked))

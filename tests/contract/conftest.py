@@ -1,0 +1,57 @@
+"""A server on a fake engine and clients to it, over real channels on loopback."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc.aio
+import msgspec
+import pytest
+
+from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
+from py_scheduler.api.server import ApiServer
+from py_scheduler.client import SchedulerClient
+from py_scheduler.config import ServerSettings
+from tests.support.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Served(msgspec.Struct):
+    """A running server: what it serves and where."""
+
+    engine: FakeEngine
+    server: ApiServer
+    address: str
+
+
+async def serve(engine: FakeEngine, **settings: object) -> Served:
+    server = ApiServer(engine, "1.2.3", ServerSettings(**{"listen": "127.0.0.1:0", **settings}))  # type: ignore[arg-type]
+    address = server.bind()
+    await server.start()
+    return Served(engine, server, address)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    running = await serve(FakeEngine())
+    yield running
+    await running.server.stop()
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[SchedulerClient]:
+    async with SchedulerClient.connect(served.address, reconnect_seconds=0.0) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def channel(served: Served) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(served.address) as opened:
+        yield opened
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> scheduler_service_pb2_grpc.SchedulerServiceStub:
+    return scheduler_service_pb2_grpc.SchedulerServiceStub(channel)

@@ -1,0 +1,627 @@
+"""The service over a real channel: each call, each error, each way a stream can end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
+from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
+from py_scheduler.api.server import SCHEDULER_SERVICE, ApiServer
+from py_scheduler.client import SchedulerClient
+from py_scheduler.config import ServerSettings
+from py_scheduler.domain.events import AttemptEnded, TaskDone
+from py_scheduler.domain.generation import WeightSpan
+from py_scheduler.domain.requests import (
+    EngineView,
+    EvaluatorView,
+    EventKind,
+    NodeView,
+    ServerInfo,
+    SubmissionView,
+    TasksAcceptedNotice,
+    WaitingBatch,
+)
+from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.results import Outcome, Reward, SampleDone
+from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
+from py_scheduler.domain.trajectory import Trajectory, Turn
+from py_scheduler.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    CursorExpiredError,
+    CursorMismatchError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    SchedulerError,
+    ServerError,
+    UnplaceableError,
+)
+from tests.contract.conftest import serve
+from tests.support.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from py_scheduler._generated.rollout_scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+    from tests.contract.conftest import Served
+
+CONFIG = TaskConfig(task_type="agent")
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(config=CONFIG, prompt=f"prompt {number}") for number in range(count)]
+
+
+async def failure_of(call: grpc.aio.UnaryUnaryCall) -> tuple[grpc.StatusCode, status_pb2.Status]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    details = dict(caught.value.trailing_metadata() or ())["grpc-status-details-bin"]
+    return caught.value.code(), status_pb2.Status.FromString(details)
+
+
+def violations_of(status: status_pb2.Status) -> dict[str, str]:
+    bad = error_details_pb2.BadRequest()
+    for detail in status.details:
+        if detail.Is(bad.DESCRIPTOR):
+            detail.Unpack(bad)
+    return {violation.field: violation.description for violation in bad.field_violations}
+
+
+# Calls
+
+
+async def test_submit_reaches_the_engine_as_domain_values(served: Served, client: SchedulerClient) -> None:
+    submission = await client.submit(tasks(3), 7, request_id="r")
+    assert submission.task_ids == ("s-7-0", "s-7-1", "s-7-2")
+    (request,) = served.engine.submits
+    assert request.request_id == "r"
+    assert request.key == SubmissionKey(7)
+    assert list(request.tasks) == tasks(3)
+
+
+async def test_a_long_list_is_sent_in_several_calls_under_derived_request_ids(
+    served: Served, client: SchedulerClient
+) -> None:
+    many = tasks(2_500)
+    first = await client.submit(many, "7/gsm8k", request_id="r")
+    again = await client.submit(many, "7/gsm8k", request_id="r")
+    assert first == again
+    assert len(set(first.task_ids)) == 2_500
+    assert [request.request_id for request in served.engine.submits] == ["r", "r/1", "r/2"] * 2
+    assert [task for request in served.engine.submits[:3] for task in request.tasks] == many
+
+
+async def test_abort_and_get_by_batch_id_and_by_submission_id(served: Served, client: SchedulerClient) -> None:
+    served.engine.view = SubmissionView(
+        submission_id="s-7",
+        key=SubmissionKey("7/gsm8k"),
+        queued_attempts=1,
+        leased_attempts=2,
+        running_attempts=3,
+        open_tasks=4,
+        succeeded_tasks=5,
+        partial_tasks=6,
+        failed_tasks=7,
+        aborted_tasks=8,
+        waiting=(WaitingBatch(task_ids=("a",), reason="gpu is short", waiting_seconds=1.5, bypassed=3),),
+    )
+    assert await client.get_submission("7/gsm8k") == served.engine.view
+    assert await client.get_submission(submission_id="s-7") == served.engine.view
+    reply = await client.abort(7, task_ids=["a", "b"], reason="enough")
+    assert (reply.aborted_tasks, reply.still_stopping) == (2, ())
+    (abort,) = served.engine.aborts
+    assert (abort.selector.batch_id, abort.task_ids, abort.reason, abort.wait) == (7, ("a", "b"), "enough", True)
+
+
+async def test_an_abort_that_waits_is_answered_shortly_before_its_deadline(
+    served: Served, client: SchedulerClient
+) -> None:
+    served.engine.still_stopping = ("s-7-0",)
+    reply = await client.abort(7, timeout_seconds=1.0)
+    assert reply.still_stopping == ("s-7-0",)
+    timeout = served.engine.aborts[0].timeout_seconds
+    assert timeout is not None
+    assert 0.3 < timeout < 0.8
+
+
+async def test_an_abort_without_a_deadline_waits_as_long_as_it_takes(
+    served: Served, stub: SchedulerServiceStub
+) -> None:
+    await stub.AbortSubmission(service.AbortSubmissionRequest(submission_id="s-7", wait=True))
+    assert served.engine.aborts[0].timeout_seconds is None
+
+
+async def test_server_info(served: Served, client: SchedulerClient) -> None:
+    served.engine.info = ServerInfo(
+        version="",
+        evaluators=(
+            EvaluatorView(
+                evaluator_id="agent",
+                handler="a:B",
+                resource=Resource(gpu=4, cpu=8, memory_gb=16, concurrency=8),
+                sample_resource=Resource(gpu=0.5),
+                batch_size=None,
+            ),
+        ),
+        engines=(
+            EngineView(role="student", model_name="m", weight_version="7", vocab_size=49_152, context_length=2_048),
+        ),
+        nodes=(
+            NodeView(
+                node_ip="10.0.0.1",
+                gpu_ids=(0, 1),
+                cpu=8.0,
+                memory_gb=32.0,
+                free_gpus=(0.5, 1.0),
+                free_cpu=7.0,
+                free_memory_gb=31.0,
+            ),
+        ),
+    )
+    info = await client.server_info()
+    assert info.version == "1.2.3"
+    assert (info.evaluators, info.engines, info.nodes) == (
+        served.engine.info.evaluators,
+        served.engine.info.engines,
+        served.engine.info.nodes,
+    )
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UnplaceableError("spec 'a' needs 24 tokens"), grpc.StatusCode.FAILED_PRECONDITION),
+        (AlreadyExistsError("taken"), grpc.StatusCode.ALREADY_EXISTS),
+        (NotFoundError("gone"), grpc.StatusCode.NOT_FOUND),
+        (ResourceExhaustedError("full", 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (FailedPreconditionError("stopping"), grpc.StatusCode.FAILED_PRECONDITION),
+        (InvalidArgumentError("is wrong", "tasks[0].prompt"), grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_errors_of_the_tree_arrive_as_themselves(
+    served: Served, client: SchedulerClient, stub: SchedulerServiceStub, error: SchedulerError, code: grpc.StatusCode
+) -> None:
+    served.engine.fail_with = error
+    with pytest.raises(type(error)) as caught:
+        await client.submit(tasks(1), 7)
+    assert str(caught.value) == str(error)
+    assert vars(caught.value) == vars(error)
+    status_code, _ = await failure_of(stub.GetSubmission(service.GetSubmissionRequest(submission_id="s")))
+    assert status_code is code
+
+
+async def test_an_unexpected_exception_keeps_its_text_to_the_servers_log(
+    served: Served, stub: SchedulerServiceStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.engine.fail_with = KeyError("/secret/path")
+    with caplog.at_level(logging.ERROR):
+        code, status = await failure_of(stub.GetServerInfo(service.GetServerInfoRequest()))
+    assert code is grpc.StatusCode.INTERNAL
+    assert b"secret" not in status.SerializeToString()
+    correlation_id = status.message.rpartition(" ")[2]
+    (record,) = [record for record in caplog.records if correlation_id in record.getMessage()]
+    assert record.exc_info is not None
+    assert "/secret/path" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize("method", ["GetServerInfo", "WatchEvents"])
+async def test_a_handler_that_raises_cancelled_error_answers_at_once(
+    served: Served, client: SchedulerClient, method: str
+) -> None:
+    served.engine.fail_with = asyncio.CancelledError()
+    with pytest.raises(ServerError) as caught:
+        async with asyncio.timeout(5):
+            if method == "GetServerInfo":
+                await client.server_info()
+            else:
+                await anext(client.watch())
+    assert caught.value.code == "INTERNAL"
+
+
+async def test_every_fault_of_a_request_is_named_at_once(stub: SchedulerServiceStub) -> None:
+    request = service.SubmitTasksRequest(
+        request_id="",
+        default_config=task_pb2.TaskConfig(task_type="", repeat_times=0),
+        tasks=[
+            task_pb2.Task(),
+            task_pb2.Task(
+                config=task_pb2.TaskConfig(
+                    task_type="a", sampling=task_pb2.SamplingParams(temperature=float("nan")), task_deadline_seconds=-1
+                )
+            ),
+            task_pb2.Task(metadata_json=b"[1]"),
+        ],
+    )
+    code, status = await failure_of(stub.SubmitTasks(request))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert set(violations_of(status)) == {
+        "request_id",
+        "batch_id",
+        "default_config.task_type",
+        "default_config.repeat_times",
+        "tasks[1].config.sampling.temperature",
+        "tasks[1].config.task_deadline_seconds",
+        "tasks[2].metadata_json",
+    }
+
+
+async def test_faults_of_a_later_call_are_numbered_as_the_caller_counts(client: SchedulerClient) -> None:
+    many = tasks(1_500)
+    many[1_200] = Task(config=CONFIG, client_key="a\nb")
+    with pytest.raises(InvalidArgumentError) as caught:
+        await client.submit(many, 7)
+    assert [violation.field for violation in caught.value.violations] == ["tasks[1200].client_key"]
+
+
+async def test_ten_thousand_faults_fit_into_the_metadata_of_any_client(stub: SchedulerServiceStub) -> None:
+    request = service.SubmitTasksRequest(
+        request_id="r",
+        batch_id=task_pb2.BatchId(step=1),
+        tasks=[task_pb2.Task(client_key="é\n" * 2_000) for _ in range(10_000)],
+    )
+    code, status = await failure_of(stub.SubmitTasks(request))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(status.SerializeToString()) < 6_000
+    assert any(text == "and more" for text in violations_of(status).values())
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "field"),
+    [
+        (b"\x0a\x02\xff\xfe", "request_id"),
+        (b"\x2a\x04\x12\x02\xff\xfe", "tasks[0].prompt"),
+        (b"\x2a\x00\x2a\x06\x0a\x04\x0a\x02\xff\xfe", "tasks[1].config.task_type"),
+        (b"\x0a\x7f", ""),
+        (b"\xff\xff\xff", ""),
+    ],
+)
+async def test_malformed_messages_are_invalid_arguments_that_name_the_field(
+    channel: grpc.aio.Channel, request_bytes: bytes, field: str
+) -> None:
+    call = channel.unary_unary("/rollout_scheduler.v1.SchedulerService/SubmitTasks")
+    code, status = await failure_of(call(request_bytes))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert list(violations_of(status)) == [field]
+
+
+async def test_malformed_messages_are_refused_by_every_method(channel: grpc.aio.Channel) -> None:
+    watch = channel.unary_stream("/rollout_scheduler.v1.SchedulerService/WatchEvents")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await watch(b"\x12\x7f").read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    check = channel.unary_unary("/grpc.health.v1.Health/Check")
+    code, _ = await failure_of(check(b"\x0a\x02\xff\xfe"))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_unknown_method_is_unimplemented(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_unary("/rollout_scheduler.v1.SchedulerService/Nothing")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_an_oversized_message_is_resource_exhausted_and_names_the_limit() -> None:
+    served = await serve(FakeEngine(), max_message_bytes=100_000)
+    try:
+        async with SchedulerClient.connect(served.address, reconnect_seconds=0.0) as client:
+            with pytest.raises(ResourceExhaustedError, match="max_message_bytes.*100000"):
+                await client.submit([Task(config=CONFIG, data=bytes(200_000))], 7)
+        async with SchedulerClient.connect(served.address, max_message_bytes=1_000) as client:
+            with pytest.raises(ResourceExhaustedError, match="max_message_bytes.*1000"):
+                await client.submit([Task(config=CONFIG, data=bytes(2_000))], 7)
+    finally:
+        await served.server.stop()
+
+
+async def test_too_many_tasks_in_a_call(stub: SchedulerServiceStub) -> None:
+    served = await serve(FakeEngine(), max_tasks_per_call=10)
+    try:
+        async with SchedulerClient.connect(served.address, reconnect_seconds=0.0) as client:
+            with pytest.raises(InvalidArgumentError, match="tasks: holds 11, must hold at least 1 and at most 10"):
+                await client.submit(tasks(11), 7)
+    finally:
+        await served.server.stop()
+
+
+async def test_an_empty_list_and_a_client_that_is_not_open(client: SchedulerClient) -> None:
+    with pytest.raises(InvalidArgumentError, match="nothing to submit"):
+        await client.submit([], 7)
+    with pytest.raises(FailedPreconditionError, match="not open"):
+        await SchedulerClient().server_info()
+    with pytest.raises(InvalidArgumentError, match="exactly one"):
+        await client.get_submission()
+
+
+async def test_no_server_is_a_server_error_that_says_unavailable() -> None:
+    async with SchedulerClient.connect("127.0.0.1:1", reconnect_seconds=0.2) as client:
+        with pytest.raises(ServerError) as caught:
+            await client.server_info()
+    assert caught.value.code == "UNAVAILABLE"
+
+
+# Streams
+
+
+async def test_a_watch_sees_what_was_and_what_happens(served: Served, client: SchedulerClient) -> None:
+    submission = await client.submit(tasks(2), 7)
+    frames = client.watch(submission_id=submission.submission_id, cursor=submission.cursor)
+    first = await anext(frames)
+    (record,) = first.records
+    assert record.event == TasksAcceptedNotice(
+        submission_id="s-7", batch_id=7, task_ids=submission.task_ids, unix_seconds=1.0
+    )
+    await served.engine.finish("s-7-0")
+    kinds = []
+    async for frame in frames:
+        kinds.extend(type(record.event).__name__ for record in frame.records)
+        if len(kinds) == 3:
+            break
+    assert kinds == ["AttemptStarted", "AttemptEnded", "TaskDone"]
+    await frames.aclose()
+
+
+async def test_a_sample_arrives_with_numpy_arrays(served: Served, client: SchedulerClient) -> None:
+    sample = SampleDone(
+        task_id="s-7-0",
+        sample_no=0,
+        attempt_no=1,
+        outcome=Outcome.WRONG_ANSWER,
+        reward=Reward(score=0.25, details={"answer": "4", "tries": [1, 2]}),
+        trajectory=Trajectory(
+            token_id_bytes=np.array([5, -1, 2**31 - 1], "<i4").tobytes(),
+            log_prob_bytes=np.array([0, -1.5, -0.25], "<f4").tobytes(),
+            loss_mask_bytes=b"\0\1\1",
+            turns=(Turn(start=0, end=1, source="environment", text="é"), Turn(start=1, end=3, source="student")),
+            weight_spans=(WeightSpan("v1", 1, 3),),
+        ),
+        error="handler said \ud800",
+    )
+    submission = await client.submit(tasks(1), 7)
+    await served.engine.finish("s-7-0", sample=sample)
+    async for frame in client.watch(cursor=submission.cursor, submission_id="s-7", kinds=[EventKind.ATTEMPT_ENDED]):
+        if frame.records:
+            break
+    event = frame.records[0].event
+    assert isinstance(event, AttemptEnded)
+    (arrived,) = event.samples
+    assert arrived.trajectory == sample.trajectory
+    assert arrived.trajectory.token_ids.tolist() == [5, -1, 2**31 - 1]
+    assert arrived.trajectory.log_probs.tolist() == [0, -1.5, -0.25]
+    assert arrived.reward == sample.reward
+    assert arrived.error == "handler said ?"
+
+
+async def test_an_event_is_encoded_once_for_all_watchers(served: Served, client: SchedulerClient) -> None:
+    await client.submit(tasks(1), 7)
+    first, second = client.watch(), client.watch()
+    frame = await anext(first)
+    encoded = served.engine.records[0].encoded
+    assert encoded is not None
+    assert (await anext(second)).records == frame.records
+    assert served.engine.records[0].encoded is encoded
+    await first.aclose()
+    await second.aclose()
+
+
+async def test_a_client_that_goes_away_frees_its_subscription(served: Served, client: SchedulerClient) -> None:
+    frames = [client.watch() for _ in range(20)]
+    for stream in frames:
+        await anext(stream)
+    assert (served.engine.open_watches, served.server.open_streams) == (20, 20)
+    for stream in frames:
+        await stream.aclose()
+    async with asyncio.timeout(1):
+        while served.engine.open_watches or served.server.open_streams:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_cursor_belongs_to_its_filter_and_its_store(served: Served, client: SchedulerClient) -> None:
+    submission = await client.submit(tasks(1), 7)
+    await client.submit(tasks(1), 8)
+    narrower = client.watch(submission_id="s-7", kinds=[EventKind.TASK_DONE], cursor=submission.cursor)
+    await anext(narrower)
+    await narrower.aclose()
+    with pytest.raises(CursorMismatchError):
+        await anext(client.watch(submission_id="s-8", cursor=submission.cursor))
+    with pytest.raises(InvalidArgumentError, match="not a cursor"):
+        await anext(client.watch(cursor=b"nonsense"))
+    served.engine.store_epoch = bytes(16)
+    with pytest.raises(CursorExpiredError):
+        await anext(client.watch(submission_id="s-7", cursor=submission.cursor))
+
+
+async def test_a_compacted_cursor_is_told_the_oldest_sequence(served: Served, client: SchedulerClient) -> None:
+    submission = await client.submit(tasks(1), 7)
+    await served.engine.finish("s-7-0")
+    served.engine.oldest_sequence = 3
+    with pytest.raises(CursorExpiredError) as caught:
+        await anext(client.watch(submission_id="s-7", cursor=submission.cursor))
+    assert caught.value.oldest_sequence == 3
+
+
+async def test_a_broken_connection_is_resumed_without_gap_or_repetition() -> None:
+    engine = FakeEngine()
+    served = await serve(engine)
+    port = served.address.rpartition(":")[2]
+    sequences: list[int] = []
+    client = SchedulerClient(served.address)
+    async with client:
+        submission = await client.submit(tasks(40), 7)
+        frames = client.watch(submission_id="s-7", cursor=submission.cursor)
+        for number in range(40):
+            await engine.finish(f"s-7-{number}")
+            while len(sequences) < 1 + 3 * (number + 1):
+                sequences.extend(record.sequence for record in (await anext(frames)).records)
+            if number % 10 == 5:
+                await served.server.stop()
+                await engine.finish("s-9-0")
+                served = await serve(engine, listen=f"127.0.0.1:{port}")
+        await frames.aclose()
+    await served.server.stop()
+    assert len(sequences) == len(set(sequences)) == 121
+    assert sequences == sorted(sequences)
+
+
+async def test_a_stopping_server_ends_its_streams_after_the_last_event(served: Served, client: SchedulerClient) -> None:
+    await client.submit(tasks(1), 7)
+    frames = client.watch()
+    last = await anext(frames)
+    await served.engine.finish("s-7-0")
+    stopping = asyncio.create_task(served.server.stop())
+    with pytest.raises(ServerError) as caught:
+        while True:
+            last = await anext(frames)
+    assert caught.value.code == "UNAVAILABLE"
+    assert last.through_sequence == served.engine.last_sequence
+    async with asyncio.timeout(2):
+        await stopping
+    assert served.engine.open_watches == 0
+
+
+async def test_closing_the_client_ends_its_watches(served: Served, client: SchedulerClient) -> None:
+    frames = client.watch()
+    await anext(frames)
+    reading = asyncio.create_task(anext(frames))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(FailedPreconditionError, match="closed"):
+        await reading
+
+
+async def test_large_frames_are_cut_into_several(served: Served, client: SchedulerClient) -> None:
+    count = 200_000
+    trajectory = Trajectory(
+        token_id_bytes=bytes(4 * count), log_prob_bytes=bytes(4 * count), loss_mask_bytes=bytes(count)
+    )
+    await client.submit(tasks(5), 7)
+    for number in range(5):
+        sample = SampleDone(
+            task_id=f"s-7-{number}", sample_no=0, attempt_no=1, outcome=Outcome.SOLVED, trajectory=trajectory
+        )
+        await served.engine.finish(f"s-7-{number}", sample=sample)
+    events = frames = 0
+    async for frame in client.watch():
+        events, frames = events + len(frame.records), frames + 1
+        if events == 16:
+            break
+    assert frames >= 5
+
+
+# Health, reflection, binding
+
+
+async def test_health_per_service(served: Served, channel: grpc.aio.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    for name in ("", SCHEDULER_SERVICE):
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Check(health_pb2.HealthCheckRequest(service="nothing"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    watches = [stub.Watch(health_pb2.HealthCheckRequest(service="")) for _ in range(2)]
+    for watch in watches:
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    watches.pop().cancel()
+    served.server.stop_serving()
+    assert (await watches[0].read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    reply = await stub.Check(health_pb2.HealthCheckRequest(service=SCHEDULER_SERVICE))
+    assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    reply = await call.read()
+    assert SCHEDULER_SERVICE in [entry.name for entry in reply.list_services_response.service]
+
+
+async def test_a_port_in_use_is_refused(served: Served) -> None:
+    second = ApiServer(FakeEngine(), "1", ServerSettings(listen=served.address))
+    with pytest.raises(ConfigError, match=r"server\.listen: cannot listen on"):
+        second.bind()
+    await second.stop()
+
+
+async def test_a_unix_socket(tmp_path_factory: pytest.TempPathFactory) -> None:
+    served = await serve(FakeEngine(), listen=f"unix:{tmp_path_factory.mktemp('s')}/s")
+    async with SchedulerClient.connect(served.address) as client:
+        assert (await client.server_info()).version == "1.2.3"
+    await served.server.stop()
+
+
+@pytest.mark.slow
+async def test_a_client_that_pings_every_second_is_not_cut_off(served: Served) -> None:
+    options = [
+        ("grpc.keepalive_time_ms", 1_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    async with grpc.aio.insecure_channel(served.address, options=options) as channel:
+        watch = channel.unary_stream("/rollout_scheduler.v1.SchedulerService/WatchEvents")(b"")
+        await watch.read()
+        # Pings are the transport's own: only time shows whether the server holds them against the client.
+        await asyncio.sleep(6.5)
+        await served.engine.finish("s-1-0")
+        assert await watch.read()
+        watch.cancel()
+
+
+# Rollouts
+
+
+async def test_a_rollout_ends_when_its_tasks_are_done(served: Served, client: SchedulerClient) -> None:
+    await client.submit(tasks(2), 7)
+    rollout = client.rollout(tasks(3), batch_id=7)
+    reading = asyncio.create_task(anext(rollout))  # type: ignore[arg-type]
+    while len(served.engine.submits) < 2:
+        await asyncio.sleep(0.001)
+    await served.engine.finish("s-7-0", "s-7-3", "s-7-4", "s-7-1", "s-7-2")
+    events = [await reading, *[event async for event in rollout]]
+    assert [(type(event).__name__, event.task_id) for event in events] == [
+        (kind, task_id) for task_id in ("s-7-3", "s-7-4", "s-7-2") for kind in ("SampleDone", "TaskDone")
+    ]
+
+
+async def test_a_rollout_of_many_chunks_whose_tasks_end_before_their_submit_returns() -> None:
+    served = await serve(FakeEngine(finish_at_once=True))
+    try:
+        async with SchedulerClient.connect(served.address) as client, asyncio.timeout(30):
+            events = [event async for event in client.rollout(iter(tasks(4_500)), batch_id=7)]
+        assert len({event.task_id for event in events if isinstance(event, TaskDone)}) == 4_500
+        assert len(events) == 9_000
+    finally:
+        await served.server.stop()
+
+
+@pytest.mark.parametrize("abort_on_exit", [False, True])
+async def test_a_rollout_left_early(served: Served, client: SchedulerClient, *, abort_on_exit: bool) -> None:
+    rollout = client.rollout(tasks(3), batch_id=7, abort_on_exit=abort_on_exit)
+    reading = asyncio.create_task(anext(rollout))  # type: ignore[arg-type]
+    while not served.engine.submits:
+        await asyncio.sleep(0.001)
+    await served.engine.finish("s-7-1")
+    await reading
+    await rollout.aclose()
+    assert [sorted(abort.task_ids) for abort in served.engine.aborts] == ([["s-7-0", "s-7-2"]] if abort_on_exit else [])
+    async with asyncio.timeout(1):
+        while served.engine.open_watches:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_rollout_whose_submit_is_refused(served: Served, client: SchedulerClient) -> None:
+    served.engine.fail_with = UnplaceableError("never")
+    with pytest.raises(UnplaceableError):
+        await anext(client.rollout(tasks(1), batch_id=7))

@@ -1,0 +1,63 @@
+"""A clock that stands still until a test moves it. Implements `domain.ports.Clock`."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_UNIX_START = 1_700_000_000.0
+
+
+class FakeTimer:
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class FakeClock:
+    """Timers fire in the order of their times, while `advance` passes them."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+        self._timers: list[tuple[float, int, FakeTimer]] = []
+        self._ties = itertools.count()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def unix_time(self) -> float:
+        return _UNIX_START + self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> FakeTimer:
+        timer = FakeTimer(callback)
+        heapq.heappush(self._timers, (when, next(self._ties), timer))
+        return timer
+
+    @property
+    def live_timers(self) -> int:
+        return sum(timer.callback is not None for _, _, timer in self._timers)
+
+    async def advance(self, seconds: float) -> None:
+        """Moves on, firing what comes due, and lets the loop settle after each timer."""
+        target = self.now + seconds
+        while self._timers and self._timers[0][0] <= target:
+            when, _, timer = heapq.heappop(self._timers)
+            self.now = max(self.now, when)
+            if timer.callback is not None:
+                timer.callback()
+                await settle()
+        self.now = target
+        await settle()
+
+
+async def settle() -> None:
+    """Gives the loop turns until every ready callback has run; nothing in these tests needs more than a few."""
+    for _ in range(20):
+        await asyncio.sleep(0)

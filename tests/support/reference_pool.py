@@ -1,0 +1,146 @@
+"""A placement pool that is obviously right: integers, whole scans, no index. The oracle of the property tests.
+
+It follows the written rules word by word and shares no code with the core, the conversion of amounts included.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+MICRO = 1_000_000
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one token takes: micro-GPU, milli-cores, MiB."""
+
+    gpu: int
+    cpu: int
+    memory: int
+
+    @classmethod
+    def of(cls, gpu: float, cpu: float, memory_gb: float) -> Demand:
+        return cls(_floor(gpu * 1e6), _floor(cpu * 1000), _floor(memory_gb * 1024))
+
+
+def _floor(value: float) -> int:
+    return math.floor(value + 1e-6)
+
+
+@dataclass
+class Node:
+    """Free amounts of one node; `gpus` maps an id to its free micro-GPU."""
+
+    name: str
+    gpus: dict[int, int]
+    cpu: int
+    memory: int
+    takes_tokens: bool = True
+    leaves_when_empty: bool = False
+    tokens: int = 0
+
+    def choose_gpus(self, demand: Demand) -> list[int] | None:
+        """The GPUs that a token would get here; None when it does not fit."""
+        if demand.cpu > self.cpu or demand.memory > self.memory:
+            return None
+        if demand.gpu == 0:
+            return []
+        if demand.gpu < MICRO:
+            fitting = [(free, gpu) for gpu, free in self.gpus.items() if free >= demand.gpu]
+            return [min(fitting)[1]] if fitting else None
+        entirely_free = sorted(gpu for gpu, free in self.gpus.items() if free == MICRO)
+        count = demand.gpu // MICRO
+        return entirely_free[:count] if len(entirely_free) >= count else None
+
+    def change(self, demand: Demand, gpu_ids: list[int], sign: int) -> None:
+        for gpu in gpu_ids:
+            self.gpus[gpu] += sign * min(demand.gpu, MICRO)
+        self.cpu += sign * demand.cpu
+        self.memory += sign * demand.memory
+        self.tokens -= sign
+
+
+@dataclass
+class Token:
+    node: Node
+    gpu_ids: list[int]
+    demand: Demand
+
+
+@dataclass
+class ReferencePool:
+    """Positions of removed nodes stay as None and are taken by the next nodes added, the lowest first."""
+
+    nodes: list[Node | None] = field(default_factory=list)
+
+    def add(self, name: str, gpus: list[int], cpu: float, memory_gb: float) -> None:
+        node = Node(name, dict.fromkeys(gpus, MICRO), _floor(cpu * 1000), _floor(memory_gb * 1024))
+        if None in self.nodes:
+            self.nodes[self.nodes.index(None)] = node
+        else:
+            self.nodes.append(node)
+
+    def find(self, name: str) -> Node:
+        return next(node for node in self.present() if node.name == name)
+
+    def present(self) -> list[Node]:
+        return [node for node in self.nodes if node is not None]
+
+    def drain(self, name: str) -> None:
+        node = self.find(name)
+        node.takes_tokens = node.leaves_when_empty = False
+
+    def resume(self, name: str) -> None:
+        node = self.find(name)
+        node.takes_tokens, node.leaves_when_empty = True, False
+
+    def remove(self, name: str) -> bool:
+        node = self.find(name)
+        node.takes_tokens, node.leaves_when_empty = False, True
+        self._drop_the_left()
+        return node not in self.nodes
+
+    def acquire(self, demand: Demand, count: int) -> list[Token] | None:
+        tokens: list[Token] = []
+        for _ in range(count):
+            token = self._place(demand)
+            if token is None:
+                for placed in tokens:
+                    self.release(placed)
+                return None
+            tokens.append(token)
+        return tokens
+
+    def release(self, token: Token) -> None:
+        token.node.change(token.demand, token.gpu_ids, +1)
+        self._drop_the_left()
+
+    def free_tokens(self, demand: Demand) -> int:
+        """How many can be placed one after another from the state now."""
+        tokens: list[Token] = []
+        while (token := self._place(demand)) is not None:
+            tokens.append(token)
+        for token in tokens:
+            token.node.change(demand, token.gpu_ids, +1)
+        return len(tokens)
+
+    def _place(self, demand: Demand) -> Token | None:
+        best: tuple[tuple[int, int, int], Node, list[int]] | None = None
+        for node in self.present():
+            gpu_ids = node.choose_gpus(demand) if node.takes_tokens else None
+            if gpu_ids is None:
+                continue
+            rank = (sum(node.gpus.values()), node.cpu, node.memory)
+            if best is None or rank > best[0]:
+                best = (rank, node, gpu_ids)
+        if best is None:
+            return None
+        _, node, gpu_ids = best
+        node.change(demand, gpu_ids, -1)
+        return Token(node, gpu_ids, demand)
+
+    def _drop_the_left(self) -> None:
+        for position, node in enumerate(self.nodes):
+            if node is not None and node.leaves_when_empty and node.tokens == 0:
+                self.nodes[position] = None

@@ -1,0 +1,247 @@
+"""An HTTP server that speaks SGLang's API as version 0.5.23 was seen to, with faults on demand.
+
+Invariants: `running` holds exactly the rids whose streams are open; every change wakes `until`. Faults come from
+`scripts`: each /generate takes the next one, and a plain generation when there is none left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+VOCAB_SIZE = 512
+INPUT_MARGIN = 6
+FIRST_TOKEN = 100
+
+
+@dataclass
+class Script:
+    """What one /generate does. Counts are of tokens; the default generates `max_new_tokens` and ends."""
+
+    status: int = 200
+    message: str = "scripted"
+    form: str = "error"
+    """Of a refusal: `error` or `object` as the two JSON bodies, `stream` as an event under status 200."""
+    disconnect_before: bool = False
+    """Drops the connection without a byte."""
+    disconnect_after: int | None = None
+    close_after: int | None = None
+    """Ends the stream properly, but too early."""
+    stall_after: int | None = None
+    """Goes silent, connection open."""
+    deaf: bool = False
+    """Ignores aborts, as a paused server does."""
+    gate: asyncio.Event | None = None
+    """Nothing is generated before it is set."""
+    finish: dict[str, Any] | None = None
+    weight_versions: list[dict[str, Any]] | None = None
+
+
+@dataclass
+class ScriptedSglang:
+    """Use as an async context manager; `base_url` is its address."""
+
+    context_length: int = 1000
+    scripts: deque[Script] = field(default_factory=deque)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    lost_aborts: list[str] = field(default_factory=list)
+    disconnects: list[str] = field(default_factory=list)
+    running: dict[str, asyncio.Event] = field(default_factory=dict)
+    most_running: int = 0
+    connections: set[int] = field(default_factory=set)
+    died_of: str = ""
+    base_url: str = ""
+    streams_increments: bool = False
+    tells_vocabulary: bool = True
+
+    async def __aenter__(self) -> Self:
+        self._changed = asyncio.Event()
+        app = web.Application()
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_post("/v1/tokenize", self._tokenize)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.base_url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self._runner.cleanup()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a state of this server, without polling."""
+        async with asyncio.timeout(20):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    @property
+    def rids(self) -> list[str]:
+        return [body["rid"] for body in self.bodies]
+
+    # -- endpoints
+
+    async def _model_info(self, _request: web.Request) -> web.Response:
+        return web.json_response(
+            {"model_path": "/models/tiny", "served_model_name": "tiny", "weight_version": "default"}
+        )
+
+    async def _server_info(self, _request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "context_length": None,
+                "max_req_input_len": self.context_length - INPUT_MARGIN,
+                "incremental_streaming_output": self.streams_increments,
+            }
+        )
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        """One token per character; a conversation is its roles and contents in order."""
+        body = await request.json()
+        text = body.get("prompt") or "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
+        return web.json_response({"tokens": [ord(c) for c in text], "count": len(text)})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        rid = (await request.json())["rid"]
+        self.aborts.append(rid)
+        if rid in self.running:
+            self.running[rid].set()
+        else:
+            self.lost_aborts.append(rid)
+        self._changed.set()
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if body.get("token_ids_logprob") == [-1]:
+            said = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {VOCAB_SIZE})."
+            return _error(400, said if self.tells_vocabulary else "no such thing", "error")
+        self.bodies.append(body)
+        self.connections.add(id(request.transport))
+        script = self.scripts.popleft() if self.scripts else Script()
+        self._changed.set()
+        if script.disconnect_before:
+            _drop(request)
+            return web.Response()
+        if script.status != 200 and script.form != "stream":
+            return _error(script.status, script.message, script.form)
+        return await self._stream(request, body, script)
+
+    async def _stream(self, request: web.Request, body: dict[str, Any], script: Script) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        rid, ids, wanted = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        if any(not 0 <= token_id < VOCAB_SIZE for token_id in ids):
+            self.died_of = rid
+            _drop(request)
+            return response
+        refused = script.message if script.status != 200 else None
+        if len(ids) + wanted > self.context_length:
+            refused = "Requested token count exceeds the model's maximum context length of 1000 tokens."
+        if rid in self.running:
+            refused = f"Duplicate request ID detected: {rid}"
+        if refused is not None:
+            await _send(response, {"error": {"message": refused, "code": 400, "retryable": False}})
+        else:
+            aborted = self.running[rid] = asyncio.Event()
+            self.most_running = max(self.most_running, len(self.running))
+            self._changed.set()
+            try:
+                if not await self._generation(request, response, body, script, aborted):
+                    return response
+            except (asyncio.CancelledError, ConnectionError):
+                self.disconnects.append(rid)
+                raise
+            finally:
+                del self.running[rid]
+                self._changed.set()
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _generation(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        body: dict[str, Any],
+        script: Script,
+        aborted: asyncio.Event,
+    ) -> bool:
+        """False when the stream was dropped or ended early."""
+        wanted = body["sampling_params"]["max_new_tokens"]
+        silence = asyncio.Event() if script.deaf else aborted
+        if script.gate is not None and not await _first(script.gate, silence):
+            await _send(response, _event(body, 0, {"type": "abort", "message": "Aborted"}, script))
+            return True
+        for count in range(1, wanted + 1):
+            finish = (script.finish or {"type": "length", "length": wanted}) if count == wanted else None
+            await _send(response, _event(body, count, finish, script))
+            if script.disconnect_after == count:
+                _drop(request)
+                return False
+            if script.close_after == count:
+                await response.write_eof()
+                return False
+            if script.stall_after == count:
+                await silence.wait()
+                await _send(response, _event(body, count, {"type": "abort", "message": "Aborted"}, script))
+                return True
+        return True
+
+
+async def _first(gate: asyncio.Event, aborted: asyncio.Event) -> bool:
+    """True when the gate opened, False when the abort came first."""
+    waits = [asyncio.ensure_future(event.wait()) for event in (gate, aborted)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return gate.is_set()
+
+
+def _event(body: dict[str, Any], count: int, finish: dict[str, Any] | None, script: Script) -> dict[str, Any]:
+    """Cumulative, as SGLang streams: token i is FIRST_TOKEN + i, its log-prob -i / 100, its text `ti`."""
+    ids = [FIRST_TOKEN + i for i in range(count)]
+    meta: dict[str, Any] = {
+        "id": body["rid"],
+        "finish_reason": finish,
+        "prompt_tokens": len(body["input_ids"]),
+        "completion_tokens": count,
+        "cached_tokens": 1,
+        "weight_version": "default",
+        "output_token_logprobs": [[-i / 100, token_id, None] for i, token_id in enumerate(ids)],
+    }
+    if script.weight_versions is not None:
+        meta["weight_versions"] = script.weight_versions
+    return {"text": "".join(f"t{i}" for i in range(count)), "output_ids": ids, "meta_info": meta}
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+
+def _error(status: int, message: str, form: str) -> web.Response:
+    body = (
+        {"object": "error", "message": message, "code": status} if form == "object" else {"error": {"message": message}}
+    )
+    return web.json_response(body, status=status)
+
+
+def _drop(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()

@@ -1,0 +1,173 @@
+"""Hypothesis strategies for domain values that are in order, as they travel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, StopCause, TaskDone
+from py_scheduler.domain.generation import LogProbKind, SamplingParams, StoppingCriteria, WeightSpan
+from py_scheduler.domain.limits import MAX_DEADLINE_SECONDS, MAX_REPEAT_TIMES, MAX_RETRIES
+from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState, Timings
+from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
+from py_scheduler.domain.trajectory import Trajectory, Turn
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+MAX_INT32 = 2**31 - 1
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+names = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20)
+optional_names = st.just("") | names
+counts = st.integers(0, 2**32 - 1)
+seconds = st.floats(0, 1e9)
+json_values: SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+json_objects = st.dictionaries(texts.filter(lambda key: key != "_dataset_cfg"), json_values, max_size=3)
+
+
+def maybe(strategy: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> SamplingParams:
+    max_new_tokens = draw(maybe(st.integers(1, MAX_INT32)))
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=draw(maybe(st.integers(0, max_new_tokens or MAX_INT32))),
+        temperature=draw(maybe(st.floats(0, 100))),
+        top_p=draw(maybe(st.floats(0, 1, exclude_min=True))),
+        top_k=draw(maybe(st.just(-1) | st.integers(1, MAX_INT32))),
+        min_p=draw(maybe(st.floats(0, 1))),
+        frequency_penalty=draw(maybe(st.floats(-2, 2))),
+        presence_penalty=draw(maybe(st.floats(-2, 2))),
+        repetition_penalty=draw(maybe(st.floats(0, 2, exclude_min=True))),
+        stop=draw(maybe(st.lists(names, min_size=1, max_size=3).map(tuple))),
+        stop_token_ids=draw(maybe(st.lists(st.integers(0, MAX_INT32), min_size=1, max_size=3).map(tuple))),
+        ignore_eos=draw(maybe(st.booleans())),
+        sampling_seed=draw(maybe(st.integers(-(2**63), 2**63 - 1))),
+    )
+
+
+stoppings = st.builds(
+    StoppingCriteria, max_turns=maybe(st.integers(1, MAX_INT32)), max_context_len=maybe(st.integers(1, MAX_INT32))
+)
+configs = st.builds(
+    TaskConfig,
+    task_type=names,
+    repeat_times=st.integers(1, MAX_REPEAT_TIMES),
+    dataset=optional_names,
+    sampling=samplings(),
+    stopping=stoppings,
+    task_deadline_seconds=maybe(st.floats(0, MAX_DEADLINE_SECONDS, exclude_min=True)),
+    retry=st.builds(
+        RetryPolicy, max_failure_retries=st.integers(0, MAX_RETRIES), max_loss_retries=st.integers(0, MAX_RETRIES)
+    ),
+)
+tasks = st.builds(
+    Task, config=configs, prompt=texts, data=st.binary(max_size=20), metadata=json_objects, client_key=optional_names
+)
+batch_ids = st.integers(0, 2**63 - 1) | names
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(0, 5))
+    return Trajectory(
+        token_id_bytes=draw(st.binary(min_size=4 * length, max_size=4 * length)),
+        log_prob_bytes=draw(st.binary(min_size=4 * length, max_size=4 * length)),
+        loss_mask_bytes=draw(st.binary(min_size=length, max_size=length)),
+        turns=tuple(
+            draw(
+                st.lists(
+                    st.builds(Turn, start=counts, end=counts, source=names, text=texts, finish_reason=texts), max_size=2
+                )
+            )
+        ),
+        weight_spans=tuple(draw(st.lists(st.builds(WeightSpan, version=texts, start=counts, end=counts), max_size=2))),
+        log_prob_kind=draw(st.sampled_from(LogProbKind)),
+    )
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> SampleDone:
+    node_ip = draw(optional_names)
+    return SampleDone(
+        task_id=draw(names),
+        sample_no=draw(counts),
+        attempt_no=draw(counts),
+        outcome=draw(st.sampled_from(Outcome)),
+        reward=Reward(score=draw(st.floats(allow_nan=False)), details=draw(json_objects)),
+        trajectory=draw(trajectories()),
+        termination_reason=draw(texts),
+        error=draw(texts),
+        phase=draw(texts),
+        node_ip=node_ip,
+        gpu_ids=tuple(draw(st.lists(counts, max_size=3))) if node_ip else (),
+        timings=draw(
+            st.builds(
+                Timings, wait_seconds=seconds, run_seconds=seconds, generate_seconds=seconds, eval_seconds=seconds
+            )
+        ),
+    )
+
+
+@st.composite
+def started(draw: st.DrawFn) -> AttemptStarted:
+    node_ip = draw(optional_names)
+    return AttemptStarted(
+        submission_id=draw(names),
+        task_id=draw(names),
+        subtask_no=draw(counts),
+        attempt_no=draw(counts),
+        node_ip=node_ip,
+        gpu_ids=tuple(draw(st.lists(counts, max_size=3))) if node_ip else (),
+        unix_seconds=draw(seconds),
+    )
+
+
+ended = st.builds(
+    AttemptEnded,
+    submission_id=names,
+    task_id=names,
+    subtask_no=counts,
+    attempt_no=counts,
+    state=st.sampled_from(
+        [
+            AttemptState.SUCCEEDED,
+            AttemptState.FAILED,
+            AttemptState.TIMED_OUT,
+            AttemptState.ABORTED,
+            AttemptState.LOST,
+        ]
+    ),
+    samples=st.lists(samples(), max_size=2).map(tuple),
+    message=texts,
+    next_attempt_no=counts,
+    unix_seconds=seconds,
+)
+aborts = st.builds(
+    AbortRequested,
+    submission_id=names,
+    task_ids=st.lists(names, max_size=3).map(tuple),
+    cause=st.sampled_from(StopCause),
+    reason=texts,
+    unix_seconds=seconds,
+)
+dones = st.builds(
+    TaskDone,
+    submission_id=names,
+    task_id=names,
+    client_key=optional_names,
+    state=st.sampled_from(TaskState),
+    planned_samples=counts,
+    outcomes=st.dictionaries(st.sampled_from(Outcome), counts, max_size=4),
+    reason=texts,
+    unix_seconds=seconds,
+)
+events_that_travel_whole = started() | ended | aborts | dones

@@ -1,0 +1,284 @@
+"""The ledger's invariants: by example for each rule, and over random sequences of commands for all of them at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptRef, AttemptStarted, StopCause, TaskDone
+from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
+from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
+from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
+from py_scheduler.scheduler.commands import (
+    AcceptTasks,
+    Command,
+    EndAttempt,
+    LeaseAttempts,
+    StartAttempt,
+    StopTasks,
+)
+from py_scheduler.scheduler.ledger import Ledger
+
+KEY = SubmissionKey(7)
+
+
+def task(repeat_times: int = 1, client_key: str = "", **retry: int) -> Task:
+    config = TaskConfig(task_type="agent", repeat_times=repeat_times, retry=RetryPolicy(**retry))
+    return Task(config=config, client_key=client_key)
+
+
+def accept(*tasks: Task, request_id: str = "r", digest: bytes = b"d", key: SubmissionKey = KEY) -> AcceptTasks:
+    return AcceptTasks(request_id, digest, key, tasks, "s", 1.0)
+
+
+def start(task_id: str, subtask_no: int = 0, attempt_no: int = 1) -> StartAttempt:
+    return StartAttempt(AttemptRef(task_id, subtask_no, attempt_no), "10.0.0.1", (0,), 2.0)
+
+
+def end(
+    task_id: str, state: AttemptState, subtask_no: int = 0, attempt_no: int = 1, message: str = "because"
+) -> EndAttempt:
+    samples: tuple[SampleDone, ...] = ()
+    if state is AttemptState.SUCCEEDED:
+        done = SampleDone(task_id=task_id, sample_no=subtask_no, attempt_no=attempt_no, outcome=Outcome.SOLVED)
+        samples, message = (done,), ""
+    return EndAttempt(AttemptRef(task_id, subtask_no, attempt_no), state, samples, message, 3.0)
+
+
+def stop(*task_ids: str, cause: StopCause = StopCause.REQUEST) -> StopTasks:
+    return StopTasks("s", task_ids, cause, "stop it", 4.0)
+
+
+class Driver:
+    """Applies what is decided, and keeps it."""
+
+    def __init__(self, *commands: Command) -> None:
+        self.ledger = Ledger()
+        self.events: list[object] = []
+        for command in commands:
+            self.tell(command)
+
+    def tell(self, command: Command) -> list[object]:
+        events = self.ledger.decide(command)
+        for event in events:
+            self.ledger.apply(event)
+        self.events.extend(events)
+        return list(events)
+
+    def done(self) -> list[TaskDone]:
+        return [event for event in self.events if isinstance(event, TaskDone)]
+
+
+def test_a_task_ends_once_after_its_last_sample() -> None:
+    driver = Driver(accept(task(repeat_times=2)), start("s-0", 0), start("s-0", 1))
+    assert driver.done() == []
+    driver.tell(end("s-0", AttemptState.SUCCEEDED, 1))
+    assert driver.done() == []
+    driver.tell(end("s-0", AttemptState.SUCCEEDED, 0))
+    (done,) = driver.done()
+    assert (done.state, done.planned_samples, done.outcomes) == (TaskState.SUCCEEDED, 2, {Outcome.SOLVED: 2})
+    assert driver.ledger.open_tasks == 0
+
+
+def test_a_failure_without_budget_gives_the_sample_an_outcome_and_the_task_a_reason() -> None:
+    driver = Driver(accept(task()), start("s-0"), end("s-0", AttemptState.FAILED))
+    ended, done = driver.events[-2:]
+    assert isinstance(ended, AttemptEnded)
+    assert [sample.outcome for sample in ended.samples] == [Outcome.INFRA_OTHER]
+    assert isinstance(done, TaskDone)
+    assert (done.state, done.reason) == (TaskState.FAILED, "because")
+
+
+def test_some_samples_make_a_partial_task() -> None:
+    driver = Driver(
+        accept(task(repeat_times=2)),
+        start("s-0", 0),
+        start("s-0", 1),
+        end("s-0", AttemptState.SUCCEEDED, 0),
+        end("s-0", AttemptState.TIMED_OUT, 1),
+    )
+    (done,) = driver.done()
+    assert done.state is TaskState.PARTIAL
+    assert done.outcomes == {Outcome.SOLVED: 1, Outcome.AGENT_TIMEOUT: 1}
+
+
+@pytest.mark.parametrize(
+    ("state", "retry", "attempts"),
+    [
+        (AttemptState.FAILED, {"max_failure_retries": 2}, 3),
+        (AttemptState.TIMED_OUT, {"max_failure_retries": 1}, 2),
+        (AttemptState.LOST, {"max_loss_retries": 2}, 3),
+        (AttemptState.LOST, {"max_loss_retries": 0}, 1),
+        (AttemptState.FAILED, {}, 1),
+        (AttemptState.ABORTED, {"max_failure_retries": 5, "max_loss_retries": 5}, 1),
+    ],
+)
+def test_retry_budgets(state: AttemptState, retry: dict[str, int], attempts: int) -> None:
+    driver = Driver(accept(task(**retry)))
+    for attempt_no in range(1, attempts + 1):
+        assert driver.done() == []
+        assert driver.tell(start("s-0", attempt_no=attempt_no))
+        driver.tell(end("s-0", state, attempt_no=attempt_no))
+    assert len(driver.done()) == 1
+    ended = [event for event in driver.events if isinstance(event, AttemptEnded)]
+    assert [event.next_attempt_no for event in ended] == [*range(2, attempts + 1), 0]
+    assert [len(event.samples) for event in ended] == [0] * (attempts - 1) + [1]
+
+
+def test_a_late_report_of_an_earlier_attempt_changes_nothing() -> None:
+    driver = Driver(
+        accept(task(max_failure_retries=1)),
+        start("s-0"),
+        end("s-0", AttemptState.FAILED),
+        start("s-0", attempt_no=2),
+    )
+    assert driver.tell(end("s-0", AttemptState.SUCCEEDED, attempt_no=1)) == []
+    assert driver.ledger.stale_commands == 1
+    driver.tell(end("s-0", AttemptState.SUCCEEDED, attempt_no=2))
+    assert [done.state for done in driver.done()] == [TaskState.SUCCEEDED]
+    assert driver.tell(end("s-0", AttemptState.SUCCEEDED, attempt_no=2)) == []
+
+
+def test_an_attempt_starts_once() -> None:
+    driver = Driver(accept(task()))
+    assert len(driver.tell(start("s-0"))) == 1
+    assert driver.tell(start("s-0")) == []
+    assert driver.tell(start("s-0", attempt_no=2)) == []
+    assert driver.tell(start("unknown")) == []
+
+
+def test_a_stop_ends_what_waits_now_and_what_runs_with_its_report() -> None:
+    driver = Driver(accept(task(), task(repeat_times=2)), start("s-1", 0))
+    events = driver.tell(stop())
+    assert isinstance(events[0], AbortRequested)
+    assert events[0].task_ids == ("s-0", "s-1")
+    assert [done.task_id for done in driver.done()] == ["s-0"]
+    assert driver.tell(start("s-1", 1)) == [], "a stopped task starts nothing"
+    driver.tell(end("s-1", AttemptState.ABORTED, 0))
+    assert [(done.task_id, done.state, done.reason) for done in driver.done()] == [
+        ("s-0", TaskState.ABORTED, "stop it"),
+        ("s-1", TaskState.ABORTED, "stop it"),
+    ]
+    assert driver.done()[1].outcomes == {Outcome.ABORTED: 2}
+    assert driver.tell(stop()) == []
+
+
+def test_a_stopped_task_is_not_retried() -> None:
+    driver = Driver(accept(task(max_failure_retries=3)), start("s-0"), stop("s-0"))
+    driver.tell(end("s-0", AttemptState.FAILED))
+    assert len(driver.done()) == 1
+
+
+def test_what_succeeded_before_the_stop_arrived_counts_as_succeeded() -> None:
+    driver = Driver(accept(task()), start("s-0"), stop("s-0"), end("s-0", AttemptState.SUCCEEDED))
+    assert [done.state for done in driver.done()] == [TaskState.SUCCEEDED]
+
+
+def test_a_task_deadline_is_a_failure_not_an_abort() -> None:
+    driver = Driver(accept(task()), stop("s-0", cause=StopCause.TASK_DEADLINE))
+    (done,) = driver.done()
+    assert (done.state, done.outcomes) == (TaskState.FAILED, {Outcome.AGENT_TIMEOUT: 1})
+
+
+def test_a_request_id_runs_once_and_only_with_the_same_content() -> None:
+    driver = Driver(accept(task()))
+    assert driver.tell(accept(task())) == []
+    with pytest.raises(AlreadyExistsError, match="request_id 'r'"):
+        driver.tell(accept(task(), digest=b"other"))
+    request = driver.ledger.request("default", "r")
+    assert request is not None
+    assert (request.submission_id, request.task_ids, request.before_sequence) == ("s", ("s-0",), 0)
+
+
+def test_calls_under_one_key_make_one_submission_with_unique_task_ids() -> None:
+    driver = Driver(accept(task(), task()), accept(task(), request_id="r2"))
+    request = driver.ledger.request("default", "r2")
+    assert request is not None
+    assert request.task_ids == ("s-2",)
+
+
+def test_client_keys_are_unique_among_live_tasks() -> None:
+    driver = Driver(accept(task(client_key="a")))
+    with pytest.raises(AlreadyExistsError, match=r"tasks\[0\].client_key: 'a'"):
+        driver.tell(accept(task(client_key="a"), request_id="r2"))
+    with pytest.raises(InvalidArgumentError, match="stands twice"):
+        driver.tell(accept(task(client_key="b"), task(client_key="b"), request_id="r2"))
+    assert driver.ledger.open_tasks == 1, "a refused call leaves nothing behind"
+    driver.tell(stop())
+    assert driver.tell(accept(task(client_key="a"), request_id="r3"))
+
+
+def test_finished_submissions_are_forgotten_beyond_the_limit() -> None:
+    ledger = Ledger(retained_submissions=2)
+    for step in range(5):
+        command = AcceptTasks(f"r{step}", b"d", SubmissionKey(step), (task(),), f"s{step}", 1.0)
+        for event in ledger.decide(command):
+            ledger.apply(event)
+        for event in ledger.decide(StopTasks(f"s{step}", (), StopCause.REQUEST, "", 1.0)):
+            ledger.apply(event)
+    assert [ledger.submission(f"s{step}") is None for step in range(5)] == [True, True, True, False, False]
+    assert ledger.request("default", "r0") is None
+    assert ledger.request("default", "r4") is not None
+
+
+refs = st.builds(AttemptRef, st.sampled_from(["s-0", "s-1", "s-2"]), st.integers(0, 1), st.integers(1, 3))
+ended_states = st.sampled_from(
+    [AttemptState.SUCCEEDED, AttemptState.FAILED, AttemptState.TIMED_OUT, AttemptState.ABORTED, AttemptState.LOST]
+)
+commands = st.lists(
+    st.one_of(
+        refs.map(lambda ref: LeaseAttempts((ref,))),
+        refs.map(lambda ref: StartAttempt(ref, "n", (), 2.0)),
+        st.builds(lambda ref, state: end(ref.task_id, state, ref.subtask_no, ref.attempt_no), refs, ended_states),
+        st.builds(stop, st.sampled_from(["s-0", "s-1", "s-2"])),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(commands)
+def test_any_sequence_of_commands_keeps_the_invariants(sequence: list[Command]) -> None:
+    tasks = (task(2, max_failure_retries=1, max_loss_retries=1), task(2), task(2, max_failure_retries=2))
+    driver = Driver(accept(*tasks))
+    for command in sequence:
+        driver.tell(command)
+    running: set[tuple[str, int]] = set()
+    for event in driver.events:
+        if isinstance(event, AttemptStarted):
+            assert (event.task_id, event.subtask_no) not in running
+            running.add((event.task_id, event.subtask_no))
+        elif isinstance(event, AttemptEnded):
+            running.discard((event.task_id, event.subtask_no))
+    driver.tell(stop())
+    for task_id, subtask_no in running:
+        attempts = [e for e in driver.events if isinstance(e, AttemptStarted) and e.task_id == task_id]
+        last = max(e.attempt_no for e in attempts if e.subtask_no == subtask_no)
+        driver.tell(end(task_id, AttemptState.ABORTED, subtask_no, last))
+    assert Counter(done.task_id for done in driver.done()) == {"s-0": 1, "s-1": 1, "s-2": 1}
+    samples = Counter(
+        (sample.task_id, sample.sample_no)
+        for event in driver.events
+        if isinstance(event, AttemptEnded)
+        for sample in event.samples
+    )
+    assert samples == {(f"s-{number}", sample_no): 1 for number in range(3) for sample_no in range(2)}
+    submission = driver.ledger.submission("s")
+    assert submission is not None
+    assert set(submission.attempts_in.values()) == {0}
+    _assert_folding_gives_the_same_state(driver)
+
+
+def _assert_folding_gives_the_same_state(driver: Driver) -> None:
+    again = Ledger()
+    for event in driver.events:
+        again.apply(event)  # type: ignore[arg-type]
+    assert again.last_sequence == driver.ledger.last_sequence
+    assert again.open_tasks == driver.ledger.open_tasks
+    left, right = again.submission("s"), driver.ledger.submission("s")
+    assert left is not None
+    assert right is not None
+    assert (left.attempts_in, left.done_tasks) == (right.attempts_in, right.done_tasks)

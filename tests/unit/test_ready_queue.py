@@ -1,0 +1,99 @@
+"""Order of service, blocked shapes and the bound on overtaking."""
+
+from __future__ import annotations
+
+from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.task import BatchId, sort_batch_id
+from py_scheduler.execution.attempt import PlannedAttempt
+from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyQueue
+from tests.support.handlers import SolvingAgent, spec_of
+from tests.support.harness import task_of
+
+SPECS = {name: spec_of(SolvingAgent(), name) for name in ("small", "large")}
+
+
+def attempts(name: str, count: int = 1, batch_id: BatchId = 0) -> list[PlannedAttempt]:
+    return [
+        PlannedAttempt(
+            ref=AttemptRef(name, number, 1),
+            task=task_of(name),
+            first_sample_no=number,
+            sample_count=1,
+            namespace="default",
+            batch_key=sort_batch_id(batch_id),
+            queued_at=0.0,
+        )
+        for number in range(count)
+    ]
+
+
+def push(queue: ReadyQueue, name: str, *, spec: str = "small", count: int = 1, batch_id: BatchId = 0) -> None:
+    queue.push(SPECS[spec], attempts(name, count, batch_id), 0.0)
+
+
+def name_of(entry: ReadyBatch | None) -> str | None:
+    return None if entry is None else entry.attempts[0].ref.task_id
+
+
+def admit_all(queue: ReadyQueue) -> list[str | None]:
+    names = []
+    while (entry := queue.offer()) is not None:
+        queue.admit(entry)
+        names.append(name_of(entry))
+    return names
+
+
+def test_batch_ids_in_their_order_then_arrival() -> None:
+    queue = ReadyQueue(max_bypass=8)
+    for batch_id in ("other", 2, "1/eval", 1, 10, "1/a"):
+        push(queue, str(batch_id), batch_id=batch_id, count=1 + len(str(batch_id)))
+    assert admit_all(queue) == ["1", "1/eval", "1/a", "2", "10", "other"]
+
+
+def test_a_refused_shape_is_passed_over_until_something_is_released() -> None:
+    queue = ReadyQueue(max_bypass=8)
+    push(queue, "blocked", spec="large", count=4)
+    push(queue, "as large", spec="large", count=4)
+    push(queue, "larger", spec="large", count=9)
+    push(queue, "smaller", spec="large", count=2)
+    push(queue, "other")
+    entry = queue.offer()
+    assert entry is not None
+    queue.refuse(entry)
+    assert queue.is_blocked(entry)
+    assert admit_all(queue) == ["smaller", "other"]
+    queue.unblock()
+    assert admit_all(queue) == ["blocked", "as large", "larger"]
+
+
+def test_overtaking_is_bounded() -> None:
+    queue = ReadyQueue(max_bypass=3)
+    push(queue, "blocked", spec="large", count=4)
+    for number in range(10):
+        push(queue, f"small-{number}")
+    entry = queue.offer()
+    assert entry is not None
+    queue.refuse(entry)
+    assert admit_all(queue) == ["small-0", "small-1", "small-2"]
+    assert entry.bypassed == 3
+    queue.unblock()
+    assert name_of(queue.offer()) == "blocked", "nothing behind it is offered, itself it is"
+    queue.refuse(entry)
+    assert queue.offer() is None
+    queue.unblock()
+    assert admit_all(queue)[:2] == ["blocked", "small-3"]
+
+
+def test_pruned_attempts_are_gone_and_a_smaller_batch_has_a_smaller_shape() -> None:
+    queue = ReadyQueue(max_bypass=8)
+    push(queue, "gone", count=2)
+    push(queue, "half", count=4)
+    queue.prune(lambda attempt: attempt.ref.task_id == "half" and attempt.ref.subtask_no % 2 == 0)
+    assert len(queue) == 1
+    entry = queue.offer()
+    assert entry is not None
+    assert [attempt.ref.subtask_no for attempt in entry.attempts] == [0, 2]
+    assert entry.shape == ("small", 2)
+    queue.admit(entry)
+    assert len(queue) == 0
+    assert queue.offer() is None

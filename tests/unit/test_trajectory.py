@@ -1,0 +1,66 @@
+"""Arrays that stay aligned, whatever is appended in whatever order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, TrajectoryBuilder
+
+token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+
+
+def generation(token_ids: list[int], version: str = "v1") -> Generation:
+    return Generation(
+        token_ids=token_ids,
+        log_probs=[-0.5] * len(token_ids),
+        text="text",
+        finish_reason=FinishReason.STOP,
+        weight_spans=(WeightSpan(version, 0, len(token_ids)),),
+        log_prob_kind=LogProbKind.MODEL,
+    )
+
+
+@given(st.lists(st.tuples(st.booleans(), token_lists), min_size=1, max_size=6))
+def test_arrays_are_aligned_and_the_mask_is_one_exactly_on_generated_tokens(
+    turns: list[tuple[bool, list[int]]],
+) -> None:
+    builder = TrajectoryBuilder()
+    for generated, token_ids in turns:
+        if generated:
+            builder.append_generation(generation(token_ids), "student")
+        else:
+            builder.append_environment(token_ids)
+    trajectory = builder.build()
+    expected_mask = [int(generated) for generated, token_ids in turns for _ in token_ids]
+    assert trajectory.token_ids.tolist() == [token for _, token_ids in turns for token in token_ids]
+    assert trajectory.loss_mask.tolist() == expected_mask
+    assert trajectory.log_probs.tolist() == [-0.5 * mask for mask in expected_mask]
+    assert len(trajectory) == len(expected_mask)
+    assert trajectory.generated_tokens == sum(expected_mask)
+    assert [turn.end - turn.start for turn in trajectory.turns] == [len(token_ids) for _, token_ids in turns]
+    assert sum(span.end - span.start for span in trajectory.weight_spans) == trajectory.generated_tokens
+    assert all(trajectory.loss_mask[span.start : span.end].all() for span in trajectory.weight_spans)
+
+
+def test_arrays_are_views_that_cannot_be_written() -> None:
+    builder = TrajectoryBuilder()
+    builder.append_environment([1, 2])
+    trajectory = builder.build()
+    assert (trajectory.token_ids.dtype, trajectory.log_probs.dtype) == (np.int32, np.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        trajectory.token_ids[0] = 9
+
+
+def test_tokens_without_log_probs_are_refused() -> None:
+    broken = Generation(token_ids=[1, 2], log_probs=[-1.0], text="", finish_reason=FinishReason.STOP)
+    with pytest.raises(ValueError, match="2 token ids came with 1 log-probs"):
+        TrajectoryBuilder().append_generation(broken, "student")
+
+
+def test_nothing_recorded_is_the_empty_trajectory() -> None:
+    assert TrajectoryBuilder().build() is EMPTY_TRAJECTORY
+    assert len(EMPTY_TRAJECTORY) == 0
