@@ -42,12 +42,10 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 DATASETS = {
-    "count_bits": {"min_n": 1, "max_n": 8},
-    "products": {"min_digits": 1, "max_digits": 1},
     "letter_counting": {"min_words": 2, "max_words": 4},
+    "lcm": {"min_value": 1, "max_value": 6},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 4},
 }
-
-
 START_SECONDS = 180.0
 STOP_SECONDS = 30.0
 LISTENING = re.compile(rb"^listening on (\S+)")

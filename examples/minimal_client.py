@@ -18,7 +18,7 @@ async def main() -> None:
                 tokens = event.trajectory.token_ids  # numpy, int32; beside it log_probs and loss_mask
                 print(event.task_id, event.sample_no, event.outcome, f"{event.reward.score:.2f}", len(tokens), "tokens")
             else:
-                print(event.task_id, event.state, dict(event.outcomes))
+                print(event.task_id, event.state)
 
 
 asyncio.run(main())

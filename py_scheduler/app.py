@@ -10,6 +10,7 @@ show within a second; after the signal the process ends within `drain_seconds` p
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import inspect
 import json
@@ -287,6 +288,8 @@ def run(config: Config, base_dir: Path) -> None:
         sys.stdout.write(f"listening on {address}\n")
         sys.stdout.flush()
 
+    _tune_collector()
+
     async def main() -> int:
         stop = asyncio.Event()
         with stop_signals(stop, config.server.drain_seconds + _EXIT_SECONDS):
@@ -299,6 +302,16 @@ def run(config: Config, base_dir: Path) -> None:
             _log.warning("%d handlers did not end: ending without them", stranded)
             logging.shutdown()
             os._exit(0)
+
+
+def _tune_collector() -> None:
+    """Hundreds of thousands of waiting tasks are no garbage, and hold no cycles: look for those less often.
+
+    At the default thresholds the collector took a third of the processor time of a full queue.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def _loop_factory(config: Config) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -1,2 +1,205 @@
-//! Cost of placement.
-fn main() {}
+//! Cost of placement, each figure beside its limits in the same run: `touch` (the same tokens known in advance, node
+//! and slot touched once) is what no scheduler can beat, `scan` the straightforward one. One iteration acquires a batch
+//! and releases it. Placements are compared with the scan's before anything is timed.
+
+#![allow(missing_docs, reason = "criterion's macros make public functions")]
+
+use std::hint::black_box;
+
+use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use placement_core::{Demand, NodeSpec, Pool};
+
+const GPUS: usize = 8;
+const SHARE: f64 = 0.33;
+const SHARE_MICRO: u32 = 330_000;
+const CPU_MILLI: u32 = 1_000;
+const MEMORY_MIB: u32 = 4_096;
+const NODES: [usize; 5] = [1, 16, 256, 1_024, 10_000];
+const BATCHES: [usize; 3] = [1, 64, 1_024];
+
+/// What a node needs at least: one cache line, like the crate's own.
+#[derive(Clone)]
+#[repr(align(64))]
+struct Line {
+    gpu: u32,
+    cpu: u32,
+    memory: u32,
+    slots: [u32; GPUS],
+}
+
+type At = (u32, u32);
+
+/// The limit and the scan work on the same plain nodes.
+#[derive(Clone)]
+struct Lines(Vec<Line>);
+
+impl Lines {
+    fn new(nodes: usize) -> Self {
+        let gpu = GPUS as u32 * 1_000_000;
+        Self(vec![Line { gpu, cpu: 96_000, memory: 393_216, slots: [1_000_000; GPUS] }; nodes])
+    }
+
+    fn take(&mut self, (node, slot): At) {
+        let line = &mut self.0[node as usize];
+        line.slots[slot as usize] -= SHARE_MICRO;
+        line.gpu -= SHARE_MICRO;
+        line.cpu -= CPU_MILLI;
+        line.memory -= MEMORY_MIB;
+    }
+
+    fn give(&mut self, (node, slot): At) {
+        let line = &mut self.0[node as usize];
+        line.slots[slot as usize] += SHARE_MICRO;
+        line.gpu += SHARE_MICRO;
+        line.cpu += CPU_MILLI;
+        line.memory += MEMORY_MIB;
+    }
+
+    fn give_all(&mut self, tokens: &[At]) {
+        for &at in tokens {
+            self.give(at);
+        }
+    }
+
+    fn scan(&self) -> Option<At> {
+        let mut best: Option<(u32, u32, u32, At)> = None;
+        for (line, node) in self.0.iter().zip(0_u32..) {
+            if line.cpu < CPU_MILLI || line.memory < MEMORY_MIB {
+                continue;
+            }
+            let fitting = line.slots.iter().zip(0_u32..).filter(|(free, _)| **free >= SHARE_MICRO);
+            let Some((_, slot)) = fitting.min() else { continue };
+            if best.is_none_or(|(gpu, cpu, memory, _)| (line.gpu, line.cpu, line.memory) > (gpu, cpu, memory))
+            {
+                best = Some((line.gpu, line.cpu, line.memory, (node, slot)));
+            }
+        }
+        best.map(|(_, _, _, at)| at)
+    }
+
+    fn acquire(&mut self, count: usize, out: &mut Vec<At>) {
+        for _ in 0..count {
+            let Some(at) = self.scan() else { break };
+            self.take(at);
+            out.push(at);
+        }
+    }
+}
+
+fn pool(nodes: usize) -> Pool {
+    let ids: Vec<i64> = (0_i64..).take(GPUS).collect();
+    Pool::new((0..nodes).map(|node| NodeSpec::new(format!("n{node}"), ids.clone(), 96.0, 384.0)))
+        .expect("the nodes are sound")
+}
+
+fn sample() -> Demand {
+    Demand::new(SHARE, 1.0, 4.0).expect("the demand is sound")
+}
+
+/// The tokens of the next batch, agreed on by the scan and the pool.
+fn known(lines: &mut Lines, pool: &Pool, batch: usize) -> Vec<At> {
+    let mut tokens = Vec::with_capacity(batch);
+    lines.acquire(batch, &mut tokens);
+    let lease = pool.try_acquire(&sample(), batch as u64).expect("sound").expect("room");
+    for (placed, (node, slot)) in lease.placements().iter().zip(&tokens) {
+        assert_eq!((&placed.node, placed.gpu_ids[0]), (&format!("n{node}"), *slot));
+    }
+    lines.give_all(&tokens);
+    tokens
+}
+
+fn bench_acquire_release(c: &mut Criterion) {
+    for nodes in NODES {
+        let mut group = c.benchmark_group(format!("empty pool, {nodes} nodes"));
+        for batch in BATCHES.into_iter().filter(|&batch| batch <= nodes * 24) {
+            group.throughput(Throughput::Elements(batch as u64));
+            let (mut lines, pool) = (Lines::new(nodes), pool(nodes));
+            let tokens = known(&mut lines, &pool, batch);
+            group.bench_function(BenchmarkId::new("touch", batch), |b| {
+                b.iter(|| {
+                    let tokens = black_box(&tokens);
+                    for &at in tokens {
+                        lines.take(at);
+                    }
+                    black_box(&mut lines);
+                    lines.give_all(tokens);
+                });
+            });
+            let demand = sample();
+            group.bench_function(BenchmarkId::new("pool", batch), |b| {
+                b.iter(|| drop(black_box(pool.try_acquire(&demand, batch as u64))));
+            });
+            // Above this a single iteration takes longer than the whole run may.
+            if nodes * batch <= 100_000 || (nodes, batch) == (10_000, 64) {
+                let mut out = Vec::with_capacity(batch);
+                group.bench_function(BenchmarkId::new("scan", batch), |b| {
+                    b.iter(|| {
+                        lines.acquire(batch, &mut out);
+                        lines.give_all(&out);
+                        out.clear();
+                    });
+                });
+            }
+        }
+        group.finish();
+    }
+}
+
+/// About half of the pool is taken, and then given back in part, at random.
+fn bench_half_full(c: &mut Criterion) {
+    for nodes in [16, 10_000] {
+        let mut group = c.benchmark_group(format!("half full, {nodes} nodes"));
+        let (pool, demand) = (pool(nodes), sample());
+        let mut seed = 42_u64;
+        let mut held = pool.try_acquire(&demand, 20 * nodes as u64).expect("sound").expect("room");
+        for token in 0..held.len() {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            if seed >> 33 & 1 == 1 {
+                held.release_token(token).expect("held");
+            }
+        }
+        for batch in [1_usize, 64] {
+            group.throughput(Throughput::Elements(batch as u64));
+            group.bench_function(BenchmarkId::new("pool", batch), |b| {
+                b.iter(|| drop(black_box(pool.try_acquire(&demand, batch as u64))));
+            });
+        }
+        group.finish();
+    }
+}
+
+fn bench_refusals(c: &mut Criterion) {
+    let mut group = c.benchmark_group("refusal, 10000 nodes");
+    let (full, demand) = (pool(10_000), sample());
+    let _held = full.try_acquire(&demand, full.max_tokens_for(&demand) - 63).expect("sound").expect("room");
+    group.bench_function("63 of 64 fit", |b| b.iter(|| black_box(full.try_acquire(&demand, 64))));
+    let no_cpu = pool(10_000);
+    let cpu_alone = Demand::new(0.0, 96.0, 0.0).expect("sound");
+    let _cpus = no_cpu.try_acquire(&cpu_alone, 10_000).expect("sound").expect("room");
+    group.bench_function("GPUs free, no CPU", |b| b.iter(|| black_box(no_cpu.try_acquire(&demand, 1))));
+    group.finish();
+}
+
+/// Two shapes in turns: each finds the other's changes in the log.
+fn bench_mixed(c: &mut Criterion) {
+    let mut group = c.benchmark_group("two shapes in turns, 10000 nodes");
+    group.throughput(Throughput::Elements(64 * 128));
+    let whole = Demand::new(1.0, 4.0, 16.0).expect("sound");
+    group.bench_function("64 and 64", |b| {
+        b.iter_batched_ref(
+            || pool(10_000),
+            |pool| {
+                for _ in 0..64 {
+                    let first = pool.try_acquire(&sample(), 64);
+                    let second = pool.try_acquire(&whole, 64);
+                    drop(black_box((first, second)));
+                }
+            },
+            BatchSize::LargeInput,
+        );
+    });
+    group.finish();
+}
+
+criterion_group!(benches, bench_acquire_release, bench_half_full, bench_refusals, bench_mixed);
+criterion_main!(benches);

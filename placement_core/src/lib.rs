@@ -24,6 +24,10 @@
 //! up to 32 of them; a change by one shape reaches the others when they are used next. A node costs 64 bytes (up to
 //! eight GPUs), its names, and about 8 to 60 bytes for each shape in use.
 //!
+//! # Threads
+//! Every call takes `&self` and may come from any thread; all of them share one short lock, save `max_tokens_for`,
+//! `release_version` and `layout_version`, which do not take it.
+//!
 //! # Features
 //! `serde`: `Serialize` (and where it is safe `Deserialize`) for plain values. None by default.
 
@@ -41,6 +45,11 @@ mod resource;
 mod shape;
 mod state;
 mod token;
+
+/// The example of the README, compiled and run as a test.
+#[doc = include_str!("../README.md")]
+#[cfg(doctest)]
+struct Readme;
 
 pub use amount::WHOLE_GPU_MICRO;
 pub use error::{AmountFault, NodeFault, PlacementError, Result};

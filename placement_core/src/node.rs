@@ -227,10 +227,10 @@ impl NodeState {
     #[inline]
     pub(crate) fn slot_mut(&mut self, slot: u32) -> Option<&mut u32> {
         let slot = slot as usize;
-        match slot.checked_sub(NEAR_SLOTS) {
-            None => self.near.get_mut(slot),
-            Some(beyond) => self.far.as_deref_mut().and_then(|far| far.get_mut(beyond)),
+        if slot < NEAR_SLOTS {
+            return Some(&mut self.near[slot]);
         }
+        self.far.as_deref_mut().and_then(|far| far.get_mut(slot - NEAR_SLOTS))
     }
 
     /// Free micro-GPU of one slot; 0 for a slot that is none.

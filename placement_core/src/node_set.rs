@@ -194,8 +194,8 @@ mod tests {
         let mut seed = 7;
         for step in 0..40_000 {
             // Long phases of growth and decline, so that bitmaps are made and given back.
-            let growing = (step / 2_000) % 2 == 0;
-            let node = if growing || plain.is_empty() || next(&mut seed) % 8 == 0 {
+            let growing = u64::is_multiple_of(step / 2_000, 2);
+            let node = if growing || plain.is_empty() || next(&mut seed).is_multiple_of(8) {
                 next(&mut seed) as u32 % nodes
             } else {
                 *plain.iter().nth(next(&mut seed) as usize % plain.len()).unwrap()

@@ -159,17 +159,23 @@ impl Shape {
 
     #[inline]
     fn each_slot(self, node: &mut NodeState, gpus: u64, change: impl Fn(&mut u32, u32)) {
-        let part = match self.gpu {
-            GpuShape::None => return,
-            GpuShape::Share(share) => share,
-            GpuShape::Whole(_) => WHOLE_GPU_MICRO,
-        };
-        let mut rest = gpus;
-        while rest != 0 {
-            if let Some(free) = node.slot_mut(rest.trailing_zeros()) {
-                change(free, part);
+        match self.gpu {
+            GpuShape::None => {}
+            // A share has one slot: without the loop below, which the common case would pay for.
+            GpuShape::Share(share) => {
+                if let Some(free) = node.slot_mut(gpus.trailing_zeros()) {
+                    change(free, share);
+                }
             }
-            rest &= rest - 1;
+            GpuShape::Whole(_) => {
+                let mut rest = gpus;
+                while rest != 0 {
+                    if let Some(free) = node.slot_mut(rest.trailing_zeros()) {
+                        change(free, WHOLE_GPU_MICRO);
+                    }
+                    rest &= rest - 1;
+                }
+            }
         }
     }
 }

@@ -97,23 +97,39 @@ impl State {
 
     /// Gives tokens back that the index `by` placed.
     pub(crate) fn give_back(&mut self, shape: Shape, by: u32, tokens: &[Held]) {
-        let mut index = self.indexes.iter_mut().find(|used| used.index.serial == by);
-        let has_index = index.is_some();
+        let Self { nodes, indexes, log, .. } = self;
+        let mut index = indexes.iter_mut().map(|used| &mut used.index).find(|index| index.serial == by);
+        let by = index.as_ref().map_or(NO_INDEX, |index| index.serial);
+        let mut has_left = false;
+        log.reserve(tokens.len());
         for token in tokens {
-            let node = &mut self.nodes[token.node as usize];
+            let node = &mut nodes[token.node as usize];
             shape.restore(node, token.gpus);
             if node.phase == Phase::Active {
-                if let Some(used) = &mut index {
-                    used.index.count_returned(token.node);
+                if let Some(index) = &mut index {
+                    index.count_returned(token.node);
                 }
-                self.log.push(Change { node: token.node, by: if has_index { by } else { NO_INDEX } });
-            } else if node.phase == Phase::Leaving && node.tokens == 0 {
+                log.push(Change { node: token.node, by });
+            } else {
+                has_left |= node.phase == Phase::Leaving && node.tokens == 0;
+            }
+        }
+        if has_left {
+            self.vacate(tokens);
+        }
+        self.trim_log();
+    }
+
+    /// Takes out the leaving nodes that gave their last token back.
+    fn vacate(&mut self, tokens: &[Held]) {
+        for token in tokens {
+            let node = &mut self.nodes[token.node as usize];
+            if node.phase == Phase::Leaving && node.tokens == 0 {
                 node.phase = Phase::Vacant;
                 self.names.remove(&self.tenants[token.node as usize].info.name);
                 self.vacant.insert(token.node);
             }
         }
-        self.trim_log();
     }
 
     /// Tokens of a shape that fit now. The shape must take some room.

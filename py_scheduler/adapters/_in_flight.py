@@ -58,9 +58,6 @@ class Flights:
         self._flights: dict[str, Flight] = {}
         self._clean_ups: set[asyncio.Task[None]] = set()
 
-    def __len__(self) -> int:
-        return len(self._flights)
-
     def get(self, rid: str) -> Flight | None:
         return self._flights.get(rid)
 

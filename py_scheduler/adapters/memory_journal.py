@@ -1,6 +1,7 @@
 """A journal that lives as long as the process: what was acknowledged does not survive a crash.
 
-Invariants: `_records` are consecutive sequences; the oldest are dropped when either limit is passed, so memory is bounded.
+Invariants: `_records` are consecutive sequences; the oldest are dropped when either limit is passed, so memory is
+bounded.
 """
 
 from __future__ import annotations

@@ -347,12 +347,13 @@ def generate_body(request: GenerationRequest, settings: SglangSettings) -> dict[
     sampling.setdefault("max_new_tokens", settings.default_max_new_tokens)
     if settings.stream_interval is not None:
         sampling["stream_interval"] = settings.stream_interval
-    return {
+    body = {
         "input_ids": list(request.token_ids),
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": True,
     }
+    return body | {"session_id": request.session_id} if request.session_id else body
 
 
 def refusal(status: int, message: str) -> Exception:

@@ -27,7 +27,7 @@ class AttemptRef(msgspec.Struct, frozen=True, gc=False):
     attempt_no: int
 
 
-class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """One SubmitTasks call was taken in. Tasks of one call are accepted together or not at all."""
 
     submission_id: str
@@ -39,7 +39,7 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     unix_seconds: float
 
 
-class AttemptsLeased(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AttemptsLeased(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """A batch was admitted. Not journalled: after a restart there is no lease."""
 
     attempts: tuple[AttemptRef, ...]
@@ -57,7 +57,7 @@ class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fal
     unix_seconds: float
 
 
-class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """An attempt is over. `samples` are final; there are none when `next_attempt_no` (0: none) will try again."""
 
     submission_id: str
@@ -92,7 +92,7 @@ class StopCause(StrEnum):
         return Outcome.AGENT_TIMEOUT if self.attempt_state is AttemptState.TIMED_OUT else Outcome.ABORTED
 
 
-class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """These tasks are to stop; each still ends with its own TaskDone. `cause` is REQUEST or TASK_DEADLINE."""
 
     submission_id: str
@@ -102,7 +102,7 @@ class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     unix_seconds: float
 
 
-class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """The one terminal event of a task. The payloads are in its SampleDone records.
 
     outcomes: how many samples ended in each class. reason: why it is not SUCCEEDED.
@@ -122,31 +122,27 @@ Event = TasksAccepted | AttemptsLeased | AttemptStarted | AttemptEnded | AbortRe
 JournalledEvent = TasksAccepted | AttemptStarted | AttemptEnded | AbortRequested | TaskDone
 
 
-_EVENT_BYTES = 600
+EVENT_BYTES = 600
 """What an event costs in memory beside its payload: within a factor of two, which is all that a limit needs."""
 
 
-class EventRecord:
+class EventRecord(msgspec.Struct, gc=False):
     """A journalled event with its place in the store.
 
-    size: bytes, approximate. encoded: a cache of its wire form, shared by all watchers.
+    size: bytes in memory, approximate. encoded: a cache of its wire form, shared by all watchers.
     """
 
-    __slots__ = ("encoded", "event", "namespace", "sequence", "size")
-
-    def __init__(self, sequence: int, namespace: str, event: JournalledEvent) -> None:
-        self.sequence = sequence
-        self.namespace = namespace
-        self.event = event
-        self.size = _approximate_size(event)
-        self.encoded: bytes | None = None
+    sequence: int
+    namespace: str
+    event: JournalledEvent
+    size: int = EVENT_BYTES
+    encoded: bytes | None = None
 
 
-def _approximate_size(event: JournalledEvent) -> int:
+def approximate_size(event: Event) -> int:
+    """Bytes in memory of an event with its payload."""
     if type(event) is AttemptEnded:
-        return _EVENT_BYTES + sum(10 * len(sample.trajectory) for sample in event.samples)
+        return EVENT_BYTES + sum([10 * len(sample.trajectory) for sample in event.samples])
     if type(event) is TasksAccepted:
-        return _EVENT_BYTES + sum(
-            _EVENT_BYTES + len(accepted.task.prompt) + len(accepted.task.data) for accepted in event.tasks
-        )
-    return _EVENT_BYTES
+        return sum([EVENT_BYTES + len(accepted.task.prompt) + len(accepted.task.data) for accepted in event.tasks])
+    return EVENT_BYTES

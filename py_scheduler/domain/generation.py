@@ -10,7 +10,9 @@ from enum import StrEnum
 import msgspec
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False
+):
     """How tokens are drawn. `None` means "not said here": the next level of the cascade decides."""
 
     max_new_tokens: int | None = None
@@ -28,7 +30,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sampling_seed: int | None = None
 
 
-class StoppingCriteria(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class StoppingCriteria(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False
+):
     """When an episode ends by rule. `max_context_len` counts token ids of prompt and output together."""
 
     max_turns: int | None = None
@@ -58,7 +62,7 @@ class WeightSpan(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One generation: `token_ids` is the whole context so far; `rid` names it for an abort.
 
     `session_id` is the same for all turns of one episode, so that an engine may reuse its prefix cache.
@@ -70,7 +74,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str = ""
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class Generation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What came back: `log_probs[i]` belongs to `token_ids[i]`; spans count from the first generated token.
 
     A finish reason ABORT means incomplete: what is here is a prefix of what was asked for.
@@ -86,7 +90,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What an engine serves. `vocab_size` bounds token ids, `context_length` counts prompt and output together."""
 
     name: str

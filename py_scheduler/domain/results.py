@@ -56,7 +56,7 @@ class TaskState(StrEnum):
     ABORTED = "aborted"
 
 
-class Reward(msgspec.Struct, frozen=True, kw_only=True):
+class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The score of one sample, and whatever the scorer wants to say about it (JSON values)."""
 
     score: float
@@ -66,7 +66,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
 NO_REWARD = Reward(score=0.0)
 
 
-class AgentResult(msgspec.Struct, frozen=True, kw_only=True):
+class AgentResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What `BaseAgent.run` returns; the tokens are recorded by the episode itself.
 
     termination_reason: why the agent stopped, in its own words (`"max_turns"` and `"context_overflow"` are understood).
@@ -87,7 +87,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     eval_seconds: float = 0.0
 
 
-class SampleDone(msgspec.Struct, frozen=True, kw_only=True):
+class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sample's terminal record; every planned sample of a task gets exactly one.
 
     termination_reason: the agent's own. error: what was raised, if anything, in `phase` ("run" or "eval").

@@ -25,7 +25,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_un
     max_loss_retries: int = 2
 
 
-class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """How a task is to be run. `task_type` names the EvaluatorSpec, `dataset` groups results in reports.
 
     sampling, stopping: this task's own values; they beat the spec's, field by field.
@@ -41,7 +41,7 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     retry: RetryPolicy = RetryPolicy()
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One prompt plus its configuration; yields `repeat_times` samples and exactly one TaskDone.
 
     prompt and data are the handler's business alone: data is opaque bytes and is never decoded here.

@@ -36,7 +36,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: str = ""
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One episode's tokens. Weight spans and turns count positions in the arrays."""
 
     token_id_bytes: bytes = b""
@@ -78,7 +78,7 @@ class TrajectoryBuilder:
     __slots__ = ("_log_prob_kind", "_log_probs", "_loss_mask", "_spans", "_turns", "token_ids")
 
     def __init__(self) -> None:
-        self.token_ids: list[int] = []
+        self.token_ids = array("i")
         self._log_probs = array("f")
         self._loss_mask = bytearray()
         self._turns: list[Turn] = []
@@ -91,10 +91,11 @@ class TrajectoryBuilder:
 
     def append_environment(self, token_ids: Iterable[int], text: str = "") -> None:
         """Tokens that the model reads but did not write: prompts, tool results."""
-        start = len(self.token_ids)
-        self.token_ids.extend(token_ids)
-        count = len(self.token_ids) - start
-        self._log_probs.extend([0.0] * count)
+        # Made whole first: a faulty id raises here and leaves the arrays as they were.
+        added = array("i", token_ids)
+        start, count = len(self.token_ids), len(added)
+        self.token_ids.extend(added)
+        self._log_probs.frombytes(bytes(4 * count))
         self._loss_mask.extend(bytes(count))
         self._turns.append(Turn(start=start, end=start + count, source=ENVIRONMENT, text=text))
 
@@ -103,10 +104,10 @@ class TrajectoryBuilder:
         if len(generation.token_ids) != len(generation.log_probs):
             message = f"{len(generation.token_ids)} token ids came with {len(generation.log_probs)} log-probs"
             raise ValueError(message)
-        start = len(self.token_ids)
-        self.token_ids.extend(generation.token_ids)
-        count = len(generation.token_ids)
-        self._log_probs.extend(generation.log_probs)
+        added, log_probs = array("i", generation.token_ids), array("f", generation.log_probs)
+        start, count = len(self.token_ids), len(added)
+        self.token_ids.extend(added)
+        self._log_probs.extend(log_probs)
         self._loss_mask.extend(b"\x01" * count)
         self._spans.extend(
             WeightSpan(span.version, start + span.start, start + span.end) for span in generation.weight_spans
@@ -126,7 +127,7 @@ class TrajectoryBuilder:
         if not self._turns:
             return EMPTY_TRAJECTORY
         return Trajectory(
-            token_id_bytes=_little_endian(array("i", self.token_ids)),
+            token_id_bytes=_little_endian(self.token_ids),
             log_prob_bytes=_little_endian(self._log_probs),
             loss_mask_bytes=bytes(self._loss_mask),
             turns=tuple(self._turns),

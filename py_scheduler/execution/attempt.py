@@ -13,54 +13,33 @@ import msgspec
 
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.results import AttemptState, SampleDone
+from py_scheduler.domain.task import Task
 
 if TYPE_CHECKING:
     from py_scheduler.domain.events import StopCause
     from py_scheduler.domain.resources import PlacementToken
-    from py_scheduler.domain.task import Task
     from py_scheduler.execution.evaluator import Evaluator
     from py_scheduler.execution.workers import Worker
 
 
-class PlannedAttempt:
+class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
     """An attempt that waits for its turn: samples [first_sample_no, first_sample_no + sample_count) of a task.
 
     namespace, batch_key: whose it is, and its place in the order of service. queued_at: monotonic seconds.
     """
 
-    __slots__ = ("batch_key", "first_sample_no", "namespace", "queued_at", "ref", "sample_count", "task")
-
-    def __init__(
-        self,
-        *,
-        ref: AttemptRef,
-        task: Task,
-        first_sample_no: int,
-        sample_count: int,
-        namespace: str,
-        batch_key: tuple[float, int],
-        queued_at: float,
-    ) -> None:
-        self.ref = ref
-        self.task = task
-        self.first_sample_no = first_sample_no
-        self.sample_count = sample_count
-        self.namespace = namespace
-        self.batch_key = batch_key
-        self.queued_at = queued_at
+    ref: AttemptRef
+    task: Task
+    first_sample_no: int
+    sample_count: int
+    namespace: str
+    batch_key: tuple[float, int]
+    queued_at: float
 
     def next_attempt(self, queued_at: float) -> PlannedAttempt:
         """The same samples, tried again."""
         ref = AttemptRef(self.ref.task_id, self.ref.subtask_no, self.ref.attempt_no + 1)
-        return PlannedAttempt(
-            ref=ref,
-            task=self.task,
-            first_sample_no=self.first_sample_no,
-            sample_count=self.sample_count,
-            namespace=self.namespace,
-            batch_key=self.batch_key,
-            queued_at=queued_at,
-        )
+        return msgspec.structs.replace(self, ref=ref, queued_at=queued_at)
 
 
 class RunningAttempt:

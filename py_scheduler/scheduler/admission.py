@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.ports import Clock
-    from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.resources import PlacementToken, Resource
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
@@ -50,6 +50,8 @@ class Admission:
         self._queue = ReadyQueue(settings.max_bypass)
         self._wake = asyncio.Event()
         self._slots_out = 0
+        self._demands: dict[str, Resource] = {}
+        """What a sample of each evaluator holds: always the same object, which the pool has converted already."""
         self.is_stopped = False
 
     def enqueue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
@@ -105,7 +107,10 @@ class Admission:
     def _tokens_for(self, spec: EvaluatorSpec, count: int) -> Sequence[PlacementToken | None] | None:
         if self._pool is None:
             return [None] * min(count, spec.resource.concurrency, self._max_slots)
-        lease = self._pool.try_acquire_batch(spec.resource, spec.sample_resource, count)
+        demand = self._demands.get(spec.evaluator_id)
+        if demand is None:
+            demand = self._demands[spec.evaluator_id] = spec.sample_resource
+        lease = self._pool.try_acquire_batch(spec.resource, demand, count)
         return None if lease is None else lease.tokens
 
     # Why does it wait?

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.domain.cascade import dataset_config
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.limits import check_task_config, name_fault
@@ -22,7 +23,6 @@ from py_scheduler.placement import check_deadlock
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from py_scheduler.batching import BatchingStrategy
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import AcceptedTask, TasksAccepted
     from py_scheduler.domain.requests import SubmitRequest
@@ -67,7 +67,8 @@ class Intake:
         """
         check_request(request)
         batches = self._batching_strategy(request.tasks, self._specs)
-        _check_batches(batches, request.tasks)
+        if self._batching_strategy is not fifo_batching:
+            _check_batches(batches, request.tasks)
         warnings: dict[str, None] = {}
         resolved = [(self._resolve(batch.task_type, warnings), batch) for batch in batches]
         for spec, samples in _biggest_batches(resolved):
@@ -93,13 +94,7 @@ class Intake:
                 spec,
                 [
                     PlannedAttempt(
-                        ref=AttemptRef(task_id, sample_no, 1),
-                        task=task,
-                        first_sample_no=sample_no,
-                        sample_count=1,
-                        namespace=accepted.namespace,
-                        batch_key=batch_key,
-                        queued_at=queued_at,
+                        AttemptRef(task_id, sample_no, 1), task, sample_no, 1, accepted.namespace, batch_key, queued_at
                     )
                     for task in batch.tasks
                     for task_id in (by_task[id(task)].popleft().task_id,)

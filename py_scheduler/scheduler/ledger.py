@@ -43,12 +43,13 @@ from py_scheduler.scheduler.commands import (
     StartAttempt,
     StopTasks,
 )
-from py_scheduler.scheduler.records import RequestRecord, SubmissionRecord, SubTaskRecord, TaskRecord
+from py_scheduler.scheduler.records import RequestRecord, SubmissionRecord, SubTaskRecord, TaskRecord, open_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _WAITING = (AttemptState.QUEUED, AttemptState.LEASED)
+_LIVE = (AttemptState.RUNNING, *_WAITING)
 
 _OUTCOME_OF_END = {
     AttemptState.FAILED: Outcome.INFRA_OTHER,
@@ -172,7 +173,7 @@ class Ledger:
             seen.add(key)
 
     def _decide_lease(self, command: LeaseAttempts) -> list[Event]:
-        leasable = tuple(ref for ref in command.attempts if self._live(ref, _WAITING))
+        leasable = tuple([ref for ref in command.attempts if self._live(ref, _WAITING)])
         return [AttemptsLeased(attempts=leasable)] if leasable else []
 
     def _decide_start(self, command: StartAttempt) -> list[Event]:
@@ -195,10 +196,10 @@ class Ledger:
     def _decide_end(self, command: EndAttempt) -> list[Event]:
         ref, state = command.ref, command.state
         task = self._tasks.get(ref.task_id)
-        if task is None or not self._live(ref, (AttemptState.RUNNING, *_WAITING)):
+        subtask = None if task is None else task.subtasks[ref.subtask_no]
+        if task is None or subtask is None or subtask.attempt_no != ref.attempt_no or subtask.state not in _LIVE:
             self.stale_commands += 1
             return []
-        subtask = task.subtasks[ref.subtask_no]
         if _may_retry(task, subtask, state):
             return [_ended(task, command, (), ref.attempt_no + 1)]
         samples = _complete_samples(task, subtask, command)
@@ -249,7 +250,7 @@ class Ledger:
             self._submissions[event.submission_id] = self._by_key[submission.key] = submission
         self._finished.pop(event.submission_id, None)
         for accepted in event.tasks:
-            task = TaskRecord(accepted.task_id, accepted.task, submission)
+            task = open_task(accepted.task_id, accepted.task, submission)
             self._tasks[accepted.task_id] = submission.open_tasks[accepted.task_id] = task
             submission.attempts_in[AttemptState.QUEUED] += len(task.subtasks)
             if accepted.task.client_key:
@@ -320,10 +321,8 @@ class Ledger:
 
 def _move(task: TaskRecord, subtask: SubTaskRecord, state: AttemptState) -> None:
     counts = task.submission.attempts_in
-    if subtask.state in counts:
-        counts[subtask.state] -= 1
-    if state in counts:
-        counts[state] += 1
+    counts[subtask.state] -= 1
+    counts[state] += 1
     subtask.state = state
 
 

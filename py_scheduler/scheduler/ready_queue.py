@@ -13,29 +13,28 @@ import heapq
 import itertools
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from py_scheduler.domain.evaluator import EvaluatorSpec
+from py_scheduler.execution.attempt import PlannedAttempt
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.execution.attempt import PlannedAttempt
 
 OrderKey = tuple[float, int, int]
 Shape = tuple[str, int]
 """An evaluator's id, which fixes budget and demand, and the count of attempts."""
 
 
-class ReadyBatch:
+class ReadyBatch(msgspec.Struct, gc=False):
     """Attempts of one batch, waiting to be admitted together."""
 
-    __slots__ = ("attempts", "bypassed", "order", "queued_at", "shape", "spec")
-
-    def __init__(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], arrival: int, queued_at: float) -> None:
-        self.spec = spec
-        self.attempts = attempts
-        self.order: OrderKey = (*attempts[0].batch_key, arrival)
-        self.queued_at = queued_at
-        self.bypassed = 0
-        self.shape: Shape = (spec.evaluator_id, len(attempts))
+    spec: EvaluatorSpec
+    attempts: list[PlannedAttempt]
+    order: OrderKey
+    shape: Shape
+    queued_at: float
+    bypassed: int = 0
 
 
 class ReadyQueue:
@@ -58,11 +57,15 @@ class ReadyQueue:
 
     def push(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], queued_at: float) -> None:
         """Adds a batch of at least one attempt."""
-        entry = ReadyBatch(spec, attempts, next(self._arrivals), queued_at)
-        heapq.heappush(self._heaps.setdefault(entry.shape, []), (entry.order, entry))
+        order = (*attempts[0].batch_key, next(self._arrivals))
+        entry = ReadyBatch(spec, attempts, order, (spec.evaluator_id, len(attempts)), queued_at)
+        heap = self._heaps.get(entry.shape)
+        if heap is None:
+            heap = self._heaps[entry.shape] = []
+        heapq.heappush(heap, (order, entry))
 
     def offer(self) -> ReadyBatch | None:
-        """The next entry to try; None when all that is left is blocked or held back. Follow with `admit` or `refuse`."""
+        """The next entry to try: `admit` or `refuse` it. None when all that is left is blocked or held back."""
         if not self._heaps:
             return None
         if not self._blocked:

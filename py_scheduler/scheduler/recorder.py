@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from py_scheduler.domain.events import AttemptsLeased, EventRecord, JournalledEvent
+from py_scheduler.domain.events import AttemptsLeased, EventRecord, JournalledEvent, approximate_size
 
 if TYPE_CHECKING:
     from py_scheduler.domain.events import Event
@@ -27,5 +27,7 @@ class Recorder:
         for event in events:
             ledger.apply(event)
             if type(event) is not AttemptsLeased:
-                self._event_log.append(EventRecord(ledger.last_sequence, namespace, cast("JournalledEvent", event)))
+                journalled = cast("JournalledEvent", event)
+                record = EventRecord(ledger.last_sequence, namespace, journalled, approximate_size(event))
+                self._event_log.append(record)
         return events

@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import msgspec
 
+from py_scheduler.domain.events import StopCause
 from py_scheduler.domain.results import AttemptState, Outcome, TaskState
-
-if TYPE_CHECKING:
-    from py_scheduler.domain.events import StopCause
-    from py_scheduler.domain.task import SubmissionKey, Task
+from py_scheduler.domain.task import SubmissionKey, Task
 
 
-class SubTaskRecord:
+class SubTaskRecord(msgspec.Struct, gc=False):
     """Samples [first_sample_no, first_sample_no + sample_count) of a task, and the latest try at them."""
 
-    __slots__ = ("attempt_no", "failures", "first_sample_no", "losses", "sample_count", "state")
-
-    def __init__(self, first_sample_no: int, sample_count: int) -> None:
-        self.first_sample_no = first_sample_no
-        self.sample_count = sample_count
-        self.attempt_no = 1
-        self.state = AttemptState.QUEUED
-        self.failures = 0
-        self.losses = 0
+    first_sample_no: int
+    sample_count: int
+    attempt_no: int = 1
+    state: AttemptState = AttemptState.QUEUED
+    failures: int = 0
+    losses: int = 0
 
 
-class TaskRecord:
+class TaskRecord(msgspec.Struct, gc=False):
     """An open task. It is dropped from the ledger with its TaskDone."""
 
-    __slots__ = (
-        "open_subtasks",
-        "outcomes",
-        "reason",
-        "stop_cause",
-        "submission",
-        "subtasks",
-        "succeeded_samples",
-        "task",
-        "task_id",
-    )
+    task_id: str
+    task: Task
+    submission: SubmissionRecord
+    subtasks: list[SubTaskRecord]
+    open_subtasks: int
+    succeeded_samples: int = 0
+    outcomes: dict[Outcome, int] = {}
+    stop_cause: StopCause | None = None
+    reason: str = ""
 
-    def __init__(self, task_id: str, task: Task, submission: SubmissionRecord) -> None:
-        self.task_id = task_id
-        self.task = task
-        self.submission = submission
-        self.subtasks = [SubTaskRecord(sample_no, 1) for sample_no in range(task.config.repeat_times)]
-        self.open_subtasks = len(self.subtasks)
-        self.succeeded_samples = 0
-        self.outcomes: dict[Outcome, int] = {}
-        self.stop_cause: StopCause | None = None
-        self.reason = ""
+
+def open_task(task_id: str, task: Task, submission: SubmissionRecord) -> TaskRecord:
+    """A fresh record, one SubTask to a sample."""
+    subtasks = [SubTaskRecord(sample_no, 1) for sample_no in range(task.config.repeat_times)]
+    return TaskRecord(task_id, task, submission, subtasks, len(subtasks))
 
 
 class SubmissionRecord:
@@ -73,17 +61,14 @@ class SubmissionRecord:
         self.open_tasks: dict[str, TaskRecord] = {}
         self.client_keys: set[str] = set()
         self.request_ids: list[str] = []
-        self.attempts_in = {AttemptState.QUEUED: 0, AttemptState.LEASED: 0, AttemptState.RUNNING: 0}
+        self.attempts_in = dict.fromkeys(AttemptState, 0)
         self.done_tasks = dict.fromkeys(TaskState, 0)
 
 
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """What one SubmitTasks call was answered, for the same call sent again."""
 
-    __slots__ = ("before_sequence", "digest", "submission_id", "task_ids")
-
-    def __init__(self, digest: bytes, submission_id: str, task_ids: tuple[str, ...], before_sequence: int) -> None:
-        self.digest = digest
-        self.submission_id = submission_id
-        self.task_ids = task_ids
-        self.before_sequence = before_sequence
+    digest: bytes
+    submission_id: str
+    task_ids: tuple[str, ...]
+    before_sequence: int

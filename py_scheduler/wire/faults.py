@@ -32,7 +32,7 @@ class Faults:
     def add_all(self, prefix: str, violations: Iterable[FieldViolation]) -> None:
         """Takes violations of a part of the message whose path is `prefix`."""
         for violation in violations:
-            self.add(f"{prefix}.{violation.field}" if violation.field else prefix, violation.description)
+            self.add(".".join(filter(None, (prefix, violation.field))), violation.description)
 
     def check(self) -> None:
         """Raises InvalidArgumentError if anything was found."""

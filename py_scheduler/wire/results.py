@@ -73,15 +73,19 @@ def encode_trajectory(trajectory: Trajectory, message: task_pb2.Trajectory) -> N
     message.loss_mask = trajectory.loss_mask_bytes
     message.log_prob_kind = LOG_PROB_KINDS.number_of[trajectory.log_prob_kind]
     for turn in trajectory.turns:
-        message.turns.add(
-            start=turn.start,
-            end=turn.end,
-            source=turn.source,
-            text=safe_text(turn.text),
-            finish_reason=turn.finish_reason,
-        )
+        entry = message.turns.add()
+        entry.start = turn.start
+        entry.end = turn.end
+        entry.source = turn.source
+        if turn.text:
+            entry.text = safe_text(turn.text)
+        if turn.finish_reason:
+            entry.finish_reason = turn.finish_reason
     for span in trajectory.weight_spans:
-        message.weight_spans.add(version=span.version, start=span.start, end=span.end)
+        part = message.weight_spans.add()
+        part.version = safe_text(span.version)
+        part.start = span.start
+        part.end = span.end
 
 
 # Wire to domain

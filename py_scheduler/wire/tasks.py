@@ -46,6 +46,7 @@ def decode_tasks(
 ) -> tuple[Task, ...]:
     """The tasks of one request; `default_config` is for those that have none of their own."""
     configs = _ConfigReader(faults)
+    known_dataset_configs: set[bytes] = set()
     default = None if default_config is None else configs.read(default_config, "default_config")
     tasks = []
     for number, message in enumerate(messages):
@@ -59,7 +60,12 @@ def decode_tasks(
             config = _NO_CONFIG
             faults.add(f"tasks[{number}].config", "is absent, and so is the request's default_config: send one of them")
         metadata_json = message.metadata_json
-        metadata = _read_metadata(metadata_json, number, config.dataset, faults) if metadata_json else {}
+        metadata = _read_metadata(metadata_json, f"tasks[{number}].metadata_json", faults) if metadata_json else {}
+        if DATASET_CONFIG_KEY in metadata:
+            text = msgspec.json.encode(metadata[DATASET_CONFIG_KEY])
+            if text not in known_dataset_configs:
+                known_dataset_configs.add(text)
+                faults.add_all(f"tasks[{number}]", _check_dataset_config(metadata, config.dataset))
         client_key = message.client_key
         if client_key and (fault := name_fault(client_key)):
             faults.add(f"tasks[{number}].client_key", fault)
@@ -122,10 +128,9 @@ def _present(message: Message, fields: Iterable[str]) -> dict[str, Any]:
     return {field: getattr(message, field) for field in fields if message.HasField(field)}
 
 
-def _read_metadata(metadata_json: bytes, number: int, dataset: str, faults: Faults) -> dict[str, Any]:
-    path = f"tasks[{number}].metadata_json"
+def _read_metadata(metadata_json: bytes, path: str, faults: Faults) -> dict[str, Any]:
     try:
-        metadata = msgspec.json.decode(metadata_json)
+        metadata: Any = msgspec.json.decode(metadata_json)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         faults.add(path, f"is not JSON in UTF-8: {error}")
         return {}
@@ -135,8 +140,6 @@ def _read_metadata(metadata_json: bytes, number: int, dataset: str, faults: Faul
     if type(metadata) is not dict:
         faults.add(path, f"must be a JSON object, not {type(metadata).__name__}")
         return {}
-    if DATASET_CONFIG_KEY in metadata:
-        faults.add_all(f"tasks[{number}]", _check_dataset_config(metadata, dataset))
     return metadata
 
 

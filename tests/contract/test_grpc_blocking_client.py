@@ -57,9 +57,7 @@ async def test_a_stream_left_early_is_closed(served: Served) -> None:
                 break
 
     await asyncio.to_thread(trainer)
-    async with asyncio.timeout(1):
-        while served.engine.open_watches:
-            await asyncio.sleep(0.005)
+    await served.engine.until(lambda: not served.engine.open_watches)
 
 
 def test_it_says_so_when_it_is_not_open() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -52,17 +52,20 @@ from tests.contract.conftest import serve
 from tests.support.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from py_scheduler._generated.rollout_scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
     from tests.contract.conftest import Served
 
 CONFIG = TaskConfig(task_type="agent")
+WATCH = "/rollout_scheduler.v1.SchedulerService/WatchEvents"
 
 
 def tasks(count: int) -> list[Task]:
     return [Task(config=CONFIG, prompt=f"prompt {number}") for number in range(count)]
 
 
-async def failure_of(call: grpc.aio.UnaryUnaryCall) -> tuple[grpc.StatusCode, status_pb2.Status]:
+async def failure_of(call: Awaitable[Any]) -> tuple[grpc.StatusCode, status_pb2.Status]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     details = dict(caught.value.trailing_metadata() or ())["grpc-status-details-bin"]
@@ -222,12 +225,9 @@ async def test_a_handler_that_raises_cancelled_error_answers_at_once(
     served: Served, client: SchedulerClient, method: str
 ) -> None:
     served.engine.fail_with = asyncio.CancelledError()
+    call = client.server_info() if method == "GetServerInfo" else anext(client.watch())
     with pytest.raises(ServerError) as caught:
-        async with asyncio.timeout(5):
-            if method == "GetServerInfo":
-                await client.server_info()
-            else:
-                await anext(client.watch())
+        await asyncio.wait_for(call, 5)
     assert caught.value.code == "INTERNAL"
 
 
@@ -291,25 +291,30 @@ async def test_ten_thousand_faults_fit_into_the_metadata_of_any_client(stub: Sch
 async def test_malformed_messages_are_invalid_arguments_that_name_the_field(
     channel: grpc.aio.Channel, request_bytes: bytes, field: str
 ) -> None:
-    call = channel.unary_unary("/rollout_scheduler.v1.SchedulerService/SubmitTasks")
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+        "/rollout_scheduler.v1.SchedulerService/SubmitTasks"
+    )
     code, status = await failure_of(call(request_bytes))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert list(violations_of(status)) == [field]
 
 
 async def test_malformed_messages_are_refused_by_every_method(channel: grpc.aio.Channel) -> None:
-    watch = channel.unary_stream("/rollout_scheduler.v1.SchedulerService/WatchEvents")
+    watch: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(WATCH)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await watch(b"\x12\x7f").read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    check = channel.unary_unary("/grpc.health.v1.Health/Check")
+    check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
     code, _ = await failure_of(check(b"\x0a\x02\xff\xfe"))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_unknown_method_is_unimplemented(channel: grpc.aio.Channel) -> None:
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+        "/rollout_scheduler.v1.SchedulerService/Nothing"
+    )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await channel.unary_unary("/rollout_scheduler.v1.SchedulerService/Nothing")(b"")
+        await call(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -317,10 +322,10 @@ async def test_an_oversized_message_is_resource_exhausted_and_names_the_limit() 
     served = await serve(FakeEngine(), max_message_bytes=100_000)
     try:
         async with SchedulerClient.connect(served.address, reconnect_seconds=0.0) as client:
-            with pytest.raises(ResourceExhaustedError, match="max_message_bytes.*100000"):
+            with pytest.raises(ResourceExhaustedError, match=r"max_message_bytes.*100000"):
                 await client.submit([Task(config=CONFIG, data=bytes(200_000))], 7)
         async with SchedulerClient.connect(served.address, max_message_bytes=1_000) as client:
-            with pytest.raises(ResourceExhaustedError, match="max_message_bytes.*1000"):
+            with pytest.raises(ResourceExhaustedError, match=r"max_message_bytes.*1000"):
                 await client.submit([Task(config=CONFIG, data=bytes(2_000))], 7)
     finally:
         await served.server.stop()
@@ -364,7 +369,7 @@ async def test_a_watch_sees_what_was_and_what_happens(served: Served, client: Sc
         submission_id="s-7", batch_id=7, task_ids=submission.task_ids, unix_seconds=1.0
     )
     await served.engine.finish("s-7-0")
-    kinds = []
+    kinds: list[str] = []
     async for frame in frames:
         kinds.extend(type(record.event).__name__ for record in frame.records)
         if len(kinds) == 3:
@@ -424,8 +429,8 @@ async def test_a_client_that_goes_away_frees_its_subscription(served: Served, cl
     for stream in frames:
         await stream.aclose()
     async with asyncio.timeout(1):
-        while served.engine.open_watches or served.server.open_streams:
-            await asyncio.sleep(0.005)
+        await served.engine.until(lambda: not served.engine.open_watches)
+    assert served.server.open_streams == 0
 
 
 async def test_a_cursor_belongs_to_its_filter_and_its_store(served: Served, client: SchedulerClient) -> None:
@@ -481,7 +486,7 @@ async def test_a_stopping_server_ends_its_streams_after_the_last_event(served: S
     last = await anext(frames)
     await served.engine.finish("s-7-0")
     stopping = asyncio.create_task(served.server.stop())
-    with pytest.raises(ServerError) as caught:
+    with pytest.raises(ServerError) as caught:  # noqa: PT012 - it ends by raising
         while True:
             last = await anext(frames)
     assert caught.value.code == "UNAVAILABLE"
@@ -494,7 +499,7 @@ async def test_a_stopping_server_ends_its_streams_after_the_last_event(served: S
 async def test_closing_the_client_ends_its_watches(served: Served, client: SchedulerClient) -> None:
     frames = client.watch()
     await anext(frames)
-    reading = asyncio.create_task(anext(frames))  # type: ignore[arg-type]
+    reading = asyncio.create_task(anext(frames))
     await asyncio.sleep(0)
     await client.close()
     with pytest.raises(FailedPreconditionError, match="closed"):
@@ -570,7 +575,8 @@ async def test_a_client_that_pings_every_second_is_not_cut_off(served: Served) -
         ("grpc.http2.max_pings_without_data", 0),
     ]
     async with grpc.aio.insecure_channel(served.address, options=options) as channel:
-        watch = channel.unary_stream("/rollout_scheduler.v1.SchedulerService/WatchEvents")(b"")
+        call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(WATCH)
+        watch = call(b"")
         await watch.read()
         # Pings are the transport's own: only time shows whether the server holds them against the client.
         await asyncio.sleep(6.5)
@@ -585,9 +591,8 @@ async def test_a_client_that_pings_every_second_is_not_cut_off(served: Served) -
 async def test_a_rollout_ends_when_its_tasks_are_done(served: Served, client: SchedulerClient) -> None:
     await client.submit(tasks(2), 7)
     rollout = client.rollout(tasks(3), batch_id=7)
-    reading = asyncio.create_task(anext(rollout))  # type: ignore[arg-type]
-    while len(served.engine.submits) < 2:
-        await asyncio.sleep(0.001)
+    reading = asyncio.create_task(anext(rollout))
+    await served.engine.until(lambda: len(served.engine.submits) == 2)
     await served.engine.finish("s-7-0", "s-7-3", "s-7-4", "s-7-1", "s-7-2")
     events = [await reading, *[event async for event in rollout]]
     assert [(type(event).__name__, event.task_id) for event in events] == [
@@ -609,16 +614,13 @@ async def test_a_rollout_of_many_chunks_whose_tasks_end_before_their_submit_retu
 @pytest.mark.parametrize("abort_on_exit", [False, True])
 async def test_a_rollout_left_early(served: Served, client: SchedulerClient, *, abort_on_exit: bool) -> None:
     rollout = client.rollout(tasks(3), batch_id=7, abort_on_exit=abort_on_exit)
-    reading = asyncio.create_task(anext(rollout))  # type: ignore[arg-type]
-    while not served.engine.submits:
-        await asyncio.sleep(0.001)
+    reading = asyncio.create_task(anext(rollout))
+    await served.engine.until(lambda: bool(served.engine.submits))
     await served.engine.finish("s-7-1")
     await reading
     await rollout.aclose()
     assert [sorted(abort.task_ids) for abort in served.engine.aborts] == ([["s-7-0", "s-7-2"]] if abort_on_exit else [])
-    async with asyncio.timeout(1):
-        while served.engine.open_watches:
-            await asyncio.sleep(0.005)
+    await served.engine.until(lambda: not served.engine.open_watches)
 
 
 async def test_a_rollout_whose_submit_is_refused(served: Served, client: SchedulerClient) -> None:

@@ -99,10 +99,11 @@ def check_row(row: dict[str, Any]) -> None:
     assert row["run_seconds"] >= row["generate_seconds"] > 0
 
 
-async def test_an_interrupted_demo_stops_its_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+async def test_an_interrupted_demo_stops_its_server(tmp_path: Path, stop: signal.Signals) -> None:
     process = await start_demo(tmp_path, "--groups", "30", "--samples", "4")
     address = listens(await read_until(process, r"listens on .*\n"))
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(stop)
     output = (await process.communicate())[0].decode()
     assert process.returncode == 130, output
     await assert_gone(address)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,6 +22,7 @@ from py_scheduler.errors import (
     SchedulerError,
     UnplaceableError,
 )
+from py_scheduler.execution.play import play_sample
 from py_scheduler.placement import PlacementPool
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.fake_clock import FakeClock, settle
@@ -29,7 +30,11 @@ from tests.support.handlers import GatedAgent, ScriptedAgent, SolvingAgent, spec
 from tests.support.harness import running_engine, samples_in, task_of
 
 if TYPE_CHECKING:
-    from py_scheduler.domain.evaluator import Episode
+    from py_scheduler.domain.evaluator import Episode, EvaluatorSpec
+    from py_scheduler.domain.events import EventRecord
+    from py_scheduler.domain.results import SampleDone
+    from py_scheduler.execution.attempt import RunningAttempt
+    from py_scheduler.execution.episode import HandlerEpisode
 
 
 def two_nodes(gpus: int = 8) -> PlacementPool:
@@ -38,7 +43,7 @@ def two_nodes(gpus: int = 8) -> PlacementPool:
     )
 
 
-def gpu_spec(handler: BaseAgent, share: float, budget_gpus: float = 16, **changes: object) -> object:
+def gpu_spec(handler: BaseAgent, share: float, budget_gpus: float = 16, **changes: Any) -> EvaluatorSpec:
     sample = Resource(gpu=share, cpu=0.1)
     budget = Resource(gpu=budget_gpus, cpu=128, concurrency=128)
     return spec_of(handler, resource=budget, run_resource=sample, eval_resource=sample, batch_size=None, **changes)
@@ -211,7 +216,7 @@ async def test_events_stream_while_the_rollout_runs_and_a_second_watcher_sees_th
     async with running_engine(spec_of(agent, resource=Resource(concurrency=2), batch_size=None)) as harness:
         reply = await harness.submit([task_of(str(n)) for n in range(20)])
         frames = harness.engine.watch(EventFilter(), None)
-        seen = []
+        seen: list[EventRecord] = []
         async for frame in frames:
             seen.extend(frame.records)
             if any(isinstance(record.event, AttemptStarted) for record in seen):
@@ -316,6 +321,33 @@ async def test_a_handler_that_ignores_its_stop_is_given_up_and_its_room_stays_ou
         free.set()
         await settle()
         assert pool.free_tokens_for(Resource(gpu=1.0)) == 2
+
+
+async def test_a_crashed_worker_loses_its_attempt_which_is_tried_again_and_then_quarantined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def crashes_on_poison(
+        running: RunningAttempt, episode: HandlerEpisode, *others: Any
+    ) -> tuple[AttemptState, SampleDone]:
+        if episode.sample.task.prompt == "poison":
+            raise RuntimeError("a fault of the scheduler itself")
+        return await play_sample(running, episode, *others)
+
+    monkeypatch.setattr("py_scheduler.execution.evaluator.play_sample", crashes_on_poison)
+    pool = two_nodes()
+    async with running_engine(gpu_spec(SolvingAgent(), 1.0, budget_gpus=2), pool=pool) as harness:
+        reply = await harness.submit([task_of("poison"), *(task_of("fine") for _ in range(20))])
+        records = await harness.records_until_done(reply)
+        await settle()
+        assert pool.free_tokens_for(Resource(gpu=1.0)) == 16
+    ended = [r.event for r in records if isinstance(r.event, AttemptEnded) and r.event.task_id == reply.task_ids[0]]
+    assert [(event.state, event.next_attempt_no) for event in ended] == [
+        (AttemptState.LOST, 2),
+        (AttemptState.LOST, 3),
+        (AttemptState.LOST, 0),
+    ]
+    done = [r.event for r in records if isinstance(r.event, TaskDone)]
+    assert sum(event.state is TaskState.SUCCEEDED for event in done) == 20, "its siblings finish"
 
 
 async def test_a_task_deadline_ends_what_waits_and_what_runs() -> None:

@@ -31,7 +31,7 @@ from py_scheduler.errors import CursorExpiredError, NotFoundError
 from py_scheduler.scheduler.event_log import KIND_OF_EVENT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 class FakeEngine:
@@ -51,7 +51,7 @@ class FakeEngine:
         self.info = ServerInfo(version="", evaluators=(), engines=(), nodes=())
         self.open_watches = 0
         self.oldest_sequence = 1
-        self.news = asyncio.Condition()
+        self._pulse = asyncio.Event()
         self._finish_at_once = finish_at_once
         self._replies: dict[str, SubmitReply] = {}
         self._tasks: dict[str, int] = {}
@@ -63,10 +63,20 @@ class FakeEngine:
     # What a test makes happen
 
     async def happen(self, *events: JournalledEvent, namespace: str = "default") -> None:
-        async with self.news:
-            for event in events:
-                self.records.append(EventRecord(len(self.records) + 1, namespace, event))
-            self.news.notify_all()
+        for event in events:
+            self.records.append(EventRecord(len(self.records) + 1, namespace, event))
+        self._changed()
+        await asyncio.sleep(0)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for something that calls bring about; fails after some seconds."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await self._pulse.wait()
+
+    def _changed(self) -> None:
+        pulse, self._pulse = self._pulse, asyncio.Event()
+        pulse.set()
 
     async def finish(self, *task_ids: str, sample: SampleDone | None = None) -> None:
         """Lets tasks of one sample start, end and be done."""
@@ -132,10 +142,11 @@ class FakeEngine:
                 records = tuple(record for record in self.records[after:through] if passes(record, event_filter))
                 yield EventFrame(after_sequence=after, through_sequence=through, records=records)
                 after = through
-                async with self.news:
-                    await self.news.wait_for(lambda seen=through: self.last_sequence > seen)  # type: ignore[misc]
+                while self.last_sequence == through:
+                    await self._pulse.wait()
         finally:
             self.open_watches -= 1
+            self._changed()
 
     async def server_info(self, version: str) -> ServerInfo:
         self._maybe_fail()

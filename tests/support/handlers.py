@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
 from py_scheduler.domain.resources import Resource
@@ -69,9 +69,9 @@ class ScriptedAgent(BaseAgent):
         return Reward(score=1.0)
 
 
-def spec_of(handler: BaseAgent, evaluator_id: str = "agent", **changes: object) -> EvaluatorSpec:
+def spec_of(handler: BaseAgent, evaluator_id: str = "agent", **changes: Any) -> EvaluatorSpec:
     """A spec without demands: one sample runs at once for each of 64 permits."""
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "evaluator_id": evaluator_id,
         "handler": handler,
         "resource": Resource(concurrency=64),
@@ -79,4 +79,4 @@ def spec_of(handler: BaseAgent, evaluator_id: str = "agent", **changes: object) 
         "eval_resource": Resource(),
         **changes,
     }
-    return EvaluatorSpec(**values)  # type: ignore[arg-type]
+    return EvaluatorSpec(**values)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
+from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.domain.events import AttemptEnded, AttemptStarted, EventRecord, TaskDone
 from py_scheduler.domain.requests import EventFilter, SubmissionSelector, SubmitReply, SubmitRequest
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey, Task, TaskConfig
@@ -17,15 +18,14 @@ from py_scheduler.scheduler.settings import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
-    from py_scheduler.batching import BatchingStrategy
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.ports import Clock, GenerationEngine
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.placement import PlacementPool
 
 
-def task_of(prompt: str = "", task_type: str = "agent", **config: object) -> Task:
-    return Task(config=TaskConfig(task_type=task_type, **config), prompt=prompt)  # type: ignore[arg-type]
+def task_of(prompt: str = "", task_type: str = "agent", **config: Any) -> Task:
+    return Task(config=TaskConfig(task_type=task_type, **config), prompt=prompt)
 
 
 class Harness:
@@ -97,9 +97,8 @@ async def running_engine(
     clock: Clock | None = None,
     settings: EngineSettings | None = None,
     generation_engines: Mapping[str, GenerationEngine] | None = None,
-    batching_strategy: BatchingStrategy | None = None,
+    batching_strategy: BatchingStrategy = fifo_batching,
 ) -> AsyncIterator[Harness]:
-    extra = {} if batching_strategy is None else {"batching_strategy": batching_strategy}
     engine = Engine(
         specs=specs,
         pool=pool,
@@ -107,7 +106,7 @@ async def running_engine(
         journal=MemoryJournal(),
         clock=clock or LoopClock(),
         settings=settings or EngineSettings(),
-        **extra,
+        batching_strategy=batching_strategy,
     )
     async with engine:
         yield Harness(engine)

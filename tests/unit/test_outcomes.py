@@ -50,7 +50,7 @@ async def refused_by_nobody() -> Exception:
 async def refused_by_nobody_over_grpc() -> Exception:
     async with grpc.aio.insecure_channel("127.0.0.1:9") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await channel.unary_unary("/a/b")(b"", timeout=5)
+            await channel.unary_unary("/a/b")(b"", timeout=5)  # type: ignore[arg-type]
     return raised.value
 
 

@@ -123,9 +123,11 @@ async def test_every_sampling_field_is_sent_and_the_unsaid_is_not() -> None:
     assert set(said) == set(SamplingParams.__struct_fields__)
     async with engine_on(stream_interval=16) as (engine, server):
         await engine.generate(msgspec.structs.replace(request(), sampling=msgspec.convert(said, SamplingParams)))
-        await engine.generate(request("unsaid", max_new_tokens=None))
+        await engine.generate(msgspec.structs.replace(request("unsaid", max_new_tokens=None), session_id="episode"))
     assert server.bodies[0]["sampling_params"] == said | {"stream_interval": 16}
     assert server.bodies[0]["return_logprob"] is True
+    assert "session_id" not in server.bodies[0]
+    assert server.bodies[1]["session_id"] == "episode"
     assert server.bodies[1]["sampling_params"] == {"max_new_tokens": 256, "stream_interval": 16}
 
 

@@ -50,7 +50,8 @@ def test_arrays_are_views_that_cannot_be_written() -> None:
     builder = TrajectoryBuilder()
     builder.append_environment([1, 2])
     trajectory = builder.build()
-    assert (trajectory.token_ids.dtype, trajectory.log_probs.dtype) == (np.int32, np.float32)
+    assert trajectory.token_ids.dtype == np.int32
+    assert trajectory.log_probs.dtype == np.float32
     with pytest.raises(ValueError, match="read-only"):
         trajectory.token_ids[0] = 9
 
@@ -59,6 +60,16 @@ def test_tokens_without_log_probs_are_refused() -> None:
     broken = Generation(token_ids=[1, 2], log_probs=[-1.0], text="", finish_reason=FinishReason.STOP)
     with pytest.raises(ValueError, match="2 token ids came with 1 log-probs"):
         TrajectoryBuilder().append_generation(broken, "student")
+
+
+@pytest.mark.parametrize("faulty", [[1, "2"], [1, 2**31], [1, 2.5]])
+def test_a_faulty_token_id_raises_and_leaves_the_arrays_aligned(faulty: list[object]) -> None:
+    builder = TrajectoryBuilder()
+    builder.append_environment([7])
+    with pytest.raises((TypeError, OverflowError)):
+        builder.append_environment(faulty)  # type: ignore[arg-type]
+    trajectory = builder.build()
+    assert (trajectory.token_ids.tolist(), len(trajectory.log_probs), len(trajectory)) == ([7], 1, 1)
 
 
 def test_nothing_recorded_is_the_empty_trajectory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_split_frames_join_without_a_gap(max_bytes: int) -> None:
     bounds = [(message.after_sequence, message.through_sequence) for message in messages]
     assert bounds[0][0] == 10
     assert bounds[-1][1] == 20
-    assert all(before[1] == after[0] for before, after in zip(bounds, bounds[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(bounds))
     for message in messages:
         assert CURSORS.decode(message.cursor) == message.through_sequence
         assert all(message.after_sequence < event.sequence <= message.through_sequence for event in message.events)

@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 
 pub(crate) const MICRO: u64 = 1_000_000;
 
+/// Free GPU, CPU and memory: nodes are preferred by these, in this order.
+type Rank = (u64, u64, u64);
+
 /// What one token takes: micro-GPU, milli-cores, MiB.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlainDemand {
@@ -106,10 +109,19 @@ impl PlainPool {
         tokens
     }
 
-    /// How many can be placed one after another from the state now.
-    pub(crate) fn free_tokens(&self, demand: PlainDemand) -> u64 {
-        let mut tried = self.clone();
-        std::iter::from_fn(|| tried.place(demand)).count() as u64
+    /// How many can be placed one after another from the state now, counted up to `limit`. A token only takes room on
+    /// its own node, so the nodes can be filled one by one.
+    pub(crate) fn free_tokens(&self, demand: PlainDemand, limit: u64) -> u64 {
+        let mut count = 0;
+        for mut node in self.nodes.iter().flatten().cloned() {
+            while count < limit
+                && let Some(gpu_ids) = node.choose(demand)
+            {
+                node.take(&PlainToken { node: String::new(), gpu_ids, demand });
+                count += 1;
+            }
+        }
+        count
     }
 
     pub(crate) fn release(&mut self, token: &PlainToken) {
@@ -133,7 +145,7 @@ impl PlainPool {
     }
 
     fn place(&mut self, demand: PlainDemand) -> Option<PlainToken> {
-        let mut best: Option<((u64, u64, u64), usize, Vec<u32>)> = None;
+        let mut best: Option<(Rank, usize, Vec<u32>)> = None;
         for (position, node) in self.nodes.iter().enumerate() {
             let Some(node) = node else { continue };
             let Some(gpu_ids) = node.choose(demand) else { continue };

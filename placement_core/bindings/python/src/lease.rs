@@ -53,7 +53,7 @@ impl Lease {
         self.lock().held()
     }
 
-    /// Gives back what is still held. LeaseError the second time.
+    /// Gives back what is still held. `LeaseError` the second time.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         self.lock().release().map_err(|error| map(py, &error, "lease"))
     }
@@ -120,7 +120,7 @@ impl PlacementToken {
         self.lease.get().lock().is_held(self.index)
     }
 
-    /// Gives the room back. LeaseError the second time, or after the lease was released.
+    /// Gives the room back. `LeaseError` the second time, or after the lease was released.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         self.lease.get().lock().release_token(self.index).map_err(|error| map(py, &error, "token"))
     }

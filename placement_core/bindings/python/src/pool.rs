@@ -17,7 +17,7 @@ pub(crate) struct PlacementPool {
 
 #[pymethods]
 impl PlacementPool {
-    /// Raises InvalidArgumentError with every fault of every node.
+    /// Raises `InvalidArgumentError` with every fault of every node.
     #[new]
     #[pyo3(signature = (nodes))]
     fn new(nodes: &Bound<'_, PyAny>) -> PyResult<Self> {
@@ -26,9 +26,9 @@ impl PlacementPool {
         Ok(Self { pool, demands: DemandCache::default() })
     }
 
-    /// Takes room for min(max_tokens, what of per_sample fits in budget) samples, all of them or None.
+    /// Takes room for min(`max_tokens`, what of `per_sample` fits in budget) samples, all of them or None.
     ///
-    /// Raises UnplaceableError when the budget does not hold one sample, InvalidArgumentError for bad numbers.
+    /// Raises `UnplaceableError` when the budget does not hold one sample, `InvalidArgumentError` for bad numbers.
     fn try_acquire_batch(
         &self,
         budget: &Bound<'_, PyAny>,
@@ -42,7 +42,7 @@ impl PlacementPool {
         Ok(lease.map(|lease| Lease::new(lease, per_sample)))
     }
 
-    /// Takes room that is already in use, also on draining nodes. FailedPreconditionError when it is not there.
+    /// Takes room that is already in use, also on draining nodes. `FailedPreconditionError` when it is not there.
     fn adopt(&self, per_sample: &Bound<'_, PyAny>, tokens: &Bound<'_, PyAny>) -> PyResult<Lease> {
         let py = tokens.py();
         let demand = self.demands.demand(per_sample)?;
@@ -81,7 +81,7 @@ impl PlacementPool {
         self.pool.nodes().into_iter().map(NodeUsage::new).collect()
     }
 
-    /// Raises AlreadyExistsError for a node_ip that is in the pool, draining included.
+    /// Raises `AlreadyExistsError` for a `node_ip` that is in the pool, draining included.
     fn add_node(&self, node: &Bound<'_, PyAny>) -> PyResult<()> {
         self.pool.add_node(&self::node(node)?).map_err(|error| map(node.py(), &error, "node"))
     }
