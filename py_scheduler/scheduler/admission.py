@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.events import AttemptRef
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.resources import PlacementToken, Resource
     from py_scheduler.execution.attempt import PlannedAttempt
@@ -83,26 +84,39 @@ class Admission:
             await self._sweep()
 
     async def _sweep(self) -> None:
+        while self._admit_for_one_turn():  # noqa: ASYNC110 -- gives way to others, waits for nothing
+            await asyncio.sleep(0)
+
+    def _admit_for_one_turn(self) -> bool:
+        """Admits what fits, for a few milliseconds at most; True when there may be more.
+
+        Nothing that was admitted starts before this turn is over, so its leases are recorded together at the end.
+        """
         turn_ends = time.monotonic() + _TURN_SECONDS
+        leased: list[AttemptRef] = []
+        may_be_more = False
         while not self.is_stopped and self._slots_out < self._max_slots:
             entry = self._queue.offer()
             if entry is None:
-                return
-            self._try_to_admit(entry)
+                break
+            if self._admit(entry):
+                leased.extend([attempt.ref for attempt in entry.attempts])
             if time.monotonic() >= turn_ends:
-                await asyncio.sleep(0)
-                turn_ends = time.monotonic() + _TURN_SECONDS
+                may_be_more = True
+                break
+        if leased:
+            self._recorder.record(LeaseAttempts(tuple(leased)), "")
+        return may_be_more
 
-    def _try_to_admit(self, entry: ReadyBatch) -> None:
-        attempts = entry.attempts
-        tokens = self._tokens_for(entry.spec, len(attempts))
+    def _admit(self, entry: ReadyBatch) -> bool:
+        tokens = self._tokens_for(entry.spec, len(entry.attempts))
         if tokens is None:
             self._queue.refuse(entry)
-            return
+            return False
         self._queue.admit(entry)
         self._slots_out += len(tokens)
-        self._recorder.record(LeaseAttempts(tuple(attempt.ref for attempt in attempts)), "")
-        self._launch(entry.spec, attempts, tokens)
+        self._launch(entry.spec, entry.attempts, tokens)
+        return True
 
     def _tokens_for(self, spec: EvaluatorSpec, count: int) -> Sequence[PlacementToken | None] | None:
         if self._pool is None:
