@@ -5,6 +5,9 @@ PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+# BENCH_RAY=0 leaves the comparison with Ray out, which takes minutes and a few GiB of memory.
+BENCH_RAY ?= 1
+RAY_NODES ?= 8 16 32
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,19 +18,21 @@ DEMO_READY := $(VENV)/.stamp-demo
 DEV_READY := $(VENV)/.stamp-dev
 MODEL_READY := $(VENV)/.stamp-model
 BUILT := $(VENV)/.stamp-built
+RAY_VENV := .venv-ray
+RAY_READY := $(RAY_VENV)/.stamp-$(shell cksum < requirements/ray.txt | cut -d ' ' -f 1)
 
 RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 	$(shell find placement_core -name target -prune -o \( -name '*.rs' -o -name '*.toml' \) -print 2>/dev/null)
-PYTHON_CODE := py_scheduler tests benches examples proto/generate.py
+PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
-.PHONY: help demo test check bench build proto proto-baseline format requirements clean \
+.PHONY: help demo test check bench bench-placement build proto proto-baseline format requirements clean \
 	test-rust test-python check-rust check-style check-types check-layers check-proto
 
 help:
 	@echo "make demo            run a rollout against a real language model, server and client in two processes"
 	@echo "make test            Rust and Python tests"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
-	@echo "make bench           first figures: no-op throughput and the placement core"
+	@echo "make bench           placement beside what people use (BENCH_RAY=0: without Ray), and no-op throughput"
 	@echo "make build           build the extension and install the package into .venv, editable"
 	@echo "make format          format Rust and Python"
 	@echo "make proto           generate py_scheduler/_generated from proto/"
@@ -46,6 +51,13 @@ $(VENV_READY): requirements/bootstrap.txt
 
 $(DEMO_READY): requirements/demo.txt $(VENV_READY)
 	$(INSTALL) -r requirements/demo.txt
+	@touch $@
+
+# Named by its content: a checkout that only touches the file builds nothing anew.
+$(RAY_READY): | $(VENV_READY)
+	rm -rf $(RAY_VENV)
+	$(PYTHON) -m venv --without-pip $(RAY_VENV)
+	$(BIN)/uv pip install --quiet --python $(RAY_VENV)/bin/python -r requirements/ray.txt
 	@touch $@
 
 # On top of the demo's set: the same versions, and more.
@@ -72,9 +84,25 @@ demo: $(BUILT) $(MODEL_READY)
 	$(BIN)/py-scheduler fetch-model
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-bench: $(BUILT)
+bench: bench-placement
 	$(BIN)/python benches/noop_throughput.py $(BENCH_ARGS)
+
+# One run of everything that places tokens; writes docs/placement_cost.md and .png. Ray gets no more nodes after
+# RAY_SECONDS: each is a handful of processes, and a busy machine may not get one up. What it measured until then counts.
+BENCH_OUT := target/bench
+RAY_SECONDS ?= 300
+
+bench-placement: $(BUILT) $(DEV_READY) $(if $(filter 0,$(BENCH_RAY)),,$(RAY_READY))
+	rm -rf $(BENCH_OUT) && mkdir -p $(BENCH_OUT)
 	cargo bench --locked --package placement_core --bench placement_bench -- --quick
+	$(BIN)/python -m pytest benches/bench_placement.py -q -o asyncio_debug=false --benchmark-only --benchmark-max-time=0.5 \
+		--benchmark-disable-gc --benchmark-columns=median,rounds --benchmark-json=$(BENCH_OUT)/python.json
+ifneq ($(BENCH_RAY),0)
+	-$(RAY_VENV)/bin/python benches/ray_placement.py --nodes $(RAY_NODES) --stop-after $(RAY_SECONDS) > $(BENCH_OUT)/ray.jsonl
+endif
+	$(BIN)/python benches/placement_service.py --json $(BENCH_OUT)/service.json
+	$(BIN)/python benches/compare_placement.py --criterion target/criterion --python $(BENCH_OUT)/python.json \
+		--ray $(BENCH_OUT)/ray.jsonl --service $(BENCH_OUT)/service.json --docs docs --readme README.md
 
 test: test-rust test-python
 
@@ -140,8 +168,9 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 requirements: $(VENV_READY)
 	$(COMPILE) --all-extras --group dev --output-file requirements/dev.txt
 	$(COMPILE) --extra demo --group build --constraint requirements/dev.txt --output-file requirements/demo.txt
+	$(subst pyproject.toml,--group ray,$(COMPILE)) --output-file requirements/ray.txt
 
 clean:
-	rm -rf $(VENV) target dist build demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(RAY_VENV) target dist build demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache .benchmarks py_scheduler/_placement_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -198,13 +198,14 @@ def show_sample(rollout: Rollout, console: Console) -> None:
     trajectory, details = sample.trajectory, sample.reward.details
     generated = trajectory.loss_mask == 1
     log_probs = [round(float(value), 3) for value in trajectory.log_probs[generated]]
+    kinds = ", ".join(sorted({turn.log_prob_kind for turn in trajectory.turns if turn.log_prob_kind}))
     facts = {
         "question": details.get("question", ""),
         "answer": f"{details.get('answer', '')!r}, expected {details.get('expected', '')!r}",
         "outcome": f"{sample.outcome}, reward {sample.reward.score:.2f}",
         "placed on": f"{sample.node_ip}, gpu {list(sample.gpu_ids)}",
         "tokens": f"{len(trajectory)}, of them generated {trajectory.token_ids[generated].tolist()}",
-        "log-probs": f"{log_probs} ({trajectory.log_prob_kind})",
+        "log-probs": f"{log_probs} ({kinds})",
         "weights": ", ".join(f"{span.version} [{span.start}, {span.end})" for span in trajectory.weight_spans),
     }
     text = "\n".join(f"{name:10} {fact}" for name, fact in facts.items())

@@ -4,7 +4,7 @@
     SIGTERM -> NOT_SERVING -> no new tasks -> running samples finish (drain_seconds) -> streams end with a cursor
 
 Invariants: nothing is started before everything was built and the port was bound, so most faults of a configuration
-show within a second; after the signal the process ends within `drain_seconds` plus eight, whatever a handler does.
+show within a second; after the signal the process ends within `stop_limit_seconds`, whatever a handler does.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
-import inspect
 import json
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,22 +29,24 @@ from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.api.server import ApiServer
 from py_scheduler.config import Config, EvaluatorSettings, collecting, convert_table
-from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
-from py_scheduler.errors import ClusterLayoutError, ConfigError, FieldViolation
-from py_scheduler.placement import load_pool
+from py_scheduler.domain.evaluator import EvaluatorSpec
+from py_scheduler.errors import ClusterLayoutError, ConfigError, EngineUnavailableError, FieldViolation
+from py_scheduler.handlers import make_handler
+from py_scheduler.placement import PlacementPool, load_cluster_layout
 from py_scheduler.scheduler.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
+    from py_scheduler.config import ClusterSettings
     from py_scheduler.domain.ports import GenerationEngine
-    from py_scheduler.placement import PlacementPool
+    from py_scheduler.domain.resources import NodeResource
 
 _log = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 8.0
-"""From the end of the drain to the end of the process, at most."""
+"""What the end takes beside drain and grace, at most: streams that are cut off, the journal, the engines' processes."""
 
 
 def version() -> str:
@@ -65,6 +67,7 @@ class Parts:
     engines: dict[str, GenerationEngine]
     scheduler: Engine
     api: ApiServer
+    config: Config = field(default_factory=Config)
 
 
 def build(config: Config, base_dir: Path) -> Parts:
@@ -77,6 +80,7 @@ def build(config: Config, base_dir: Path) -> Parts:
         pool = build_pool(config, base_dir)
     if faults:
         raise ConfigError(faults)
+    _tell(specs, pool, config)
     settings = config.scheduler
     scheduler = Engine(
         specs=specs,
@@ -88,7 +92,28 @@ def build(config: Config, base_dir: Path) -> Parts:
         default_sampling=config.sampling,
         default_stopping=config.stopping,
     )
-    return Parts(engines=engines, scheduler=scheduler, api=ApiServer(scheduler, version(), config.server))
+    api = ApiServer(scheduler, version(), config.server)
+    return Parts(engines=engines, scheduler=scheduler, api=api, config=config)
+
+
+def _tell(specs: list[EvaluatorSpec], pool: PlacementPool | None, config: Config) -> None:
+    if pool is None:
+        _log.info("cluster: no layout, so batches are not gated by placement")
+    else:
+        nodes = pool.nodes()
+        _log.info("cluster: %d nodes, %d GPUs", len(nodes), sum(len(node.gpu_ids) for node in nodes))
+    for spec in specs:
+        sample = spec.sample_resource
+        _log.info(
+            "evaluator %s: %d samples of a batch at once, each gpu %g, cpu %g, memory_gb %g",
+            spec.evaluator_id,
+            spec.resource.concurrency,
+            sample.gpu,
+            sample.cpu,
+            sample.memory_gb,
+        )
+    if not config.generation:
+        _log.info("no engine: handlers that generate will fail")
 
 
 def build_specs(config: Config, faults: list[FieldViolation]) -> list[EvaluatorSpec]:
@@ -96,6 +121,7 @@ def build_specs(config: Config, faults: list[FieldViolation]) -> list[EvaluatorS
     specs = []
     for number, evaluator in enumerate(config.evaluator):
         with collecting(faults):
+            _log.info("evaluator %s: importing %s", evaluator.evaluator_id, evaluator.handler)
             specs.append(_build_spec(evaluator, f"evaluator[{number}]"))
     return specs
 
@@ -117,28 +143,14 @@ def _build_spec(evaluator: EvaluatorSettings, key: str) -> EvaluatorSpec:
     )
 
 
-def make_handler(name: str, arguments: dict[str, Any], key: str) -> BaseAgent:
-    """Imports `module:Class` and makes one. Raises ConfigError with what went wrong where."""
-    module_name, _, class_name = name.partition(":")
-    try:
-        handler_class: Any = importlib.import_module(module_name)
-        for part in class_name.split("."):
-            handler_class = getattr(handler_class, part)
-    except (Exception, SystemExit) as error:
-        reason = f"cannot import {name}: {type(error).__name__}: {error}"
-        raise ConfigError(f"{reason}; is its folder on PYTHONPATH?", f"{key}.handler") from error
-    if not (inspect.isclass(handler_class) and issubclass(handler_class, BaseAgent)):
-        raise ConfigError(f"{name} is no subclass of py_scheduler.domain.evaluator.BaseAgent", f"{key}.handler")
-    try:
-        return handler_class(**arguments)
-    except Exception as error:  # a handler's constructor may raise anything
-        reason = f"{name} does not take these arguments: {type(error).__name__}: {error}"
-        raise ConfigError(reason, f"{key}.handler_args") from error
-
-
 def build_pool(config: Config, base_dir: Path) -> PlacementPool | None:
     """The pool of the cluster layout; None without one. Raises ConfigError."""
-    cluster = config.cluster
+    nodes = cluster_nodes(config.cluster, base_dir)
+    return None if nodes is None else PlacementPool(nodes)
+
+
+def cluster_nodes(cluster: ClusterSettings, base_dir: Path) -> list[NodeResource] | None:
+    """The nodes of the cluster layout; None without one. Raises ConfigError."""
     if isinstance(cluster.layout, dict):
         layout = json.dumps(cluster.layout)
     elif cluster.layout is None or cluster.layout.lstrip().startswith("{"):
@@ -146,7 +158,7 @@ def build_pool(config: Config, base_dir: Path) -> PlacementPool | None:
     else:
         layout = str(base_dir / cluster.layout)
     try:
-        return load_pool(layout or None, cluster.num_cpus, cluster.memory_gb)
+        return load_cluster_layout(layout or None, cluster.num_cpus, cluster.memory_gb)
     except ClusterLayoutError as error:
         faults = [
             FieldViolation("cluster.layout" + (f".{fault.field}" if fault.field else ""), fault.description)
@@ -232,20 +244,50 @@ async def serve(config: Config, base_dir: Path, announce: Callable[[str], None],
 
 
 async def _start_engines(parts: Parts, stack: AsyncExitStack, stop: asyncio.Event) -> bool:
-    """Starts all at once; False when the server is told to stop meanwhile. Whatever happens, they get closed."""
+    """Starts all at once; False when the server is told to stop meanwhile. Whatever happens, they get closed, and none
+    of them while it still starts.
+    """
     for engine in parts.engines.values():
         stack.push_async_callback(engine.close)
-    starting = asyncio.gather(*(engine.start() for engine in parts.engines.values()))
-    stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-        return starting.done()
-    finally:
-        stopping.cancel()
-        starting.cancel()
-        await asyncio.wait((starting, stopping))
+        async with asyncio.TaskGroup() as tasks:
+            starting = [tasks.create_task(_start_engine(parts, role)) for role in parts.engines]
+            stopping = tasks.create_task(_cancel_upon(stop, starting))
+            if starting:
+                await asyncio.wait(starting)
+            stopping.cancel()
+    except BaseExceptionGroup as group:
+        raise _first_of(group) from None
+    return not any(task.cancelled() for task in starting)
+
+
+async def _start_engine(parts: Parts, role: str) -> None:
+    engine, table = parts.engines[role], parts.config.generation.get(role, {})
+    kind = table.get("kind", type(engine).__name__)
+    _log.info("engine %s: %s is loading", role, kind)
+    begun = time.monotonic()
+    try:
+        await engine.start()
+    except EngineUnavailableError as error:
+        key = "base_url" if "base_url" in table else "kind"
+        raise EngineUnavailableError(f"generation.{role}.{key}: the engine does not start: {error}") from error
+    _log.info("engine %s: %s is ready after %.1f s", role, kind, time.monotonic() - begun)
+
+
+async def _cancel_upon(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+    await stop.wait()
+    for task in tasks:
+        task.cancel()
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def stop_limit_seconds(config: Config) -> float:
+    """From the signal to the end of the process, at most: beyond it something is stuck, such as the loop itself."""
+    return config.server.drain_seconds + config.scheduler.stop_grace_seconds + _EXIT_SECONDS
 
 
 @contextmanager
@@ -280,9 +322,14 @@ def _end_hard(seconds: float) -> None:
     os._exit(1)
 
 
-def run(config: Config, base_dir: Path) -> None:
+def run(config: Config, config_file: Path) -> None:
     """`py-scheduler serve`: serves until a signal comes. Raises what `serve` raises."""
+    base_dir = config_file.resolve().parent
+    # Handlers may lie beside the configuration that names them; last, so that nothing there hides an installed module.
+    sys.path.append(str(base_dir))
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    _log.info("py-scheduler %s, configuration %s", version(), config_file)
 
     def announce(address: str) -> None:
         sys.stdout.write(f"listening on {address}\n")
@@ -292,7 +339,7 @@ def run(config: Config, base_dir: Path) -> None:
 
     async def main() -> int:
         stop = asyncio.Event()
-        with stop_signals(stop, config.server.drain_seconds + _EXIT_SECONDS):
+        with stop_signals(stop, stop_limit_seconds(config)):
             return await serve(config, base_dir, announce, stop)
 
     with asyncio.Runner(loop_factory=_loop_factory(config)) as runner:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +19,15 @@ from py_scheduler.errors import InvalidArgumentError, SchedulerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from py_scheduler.domain.requests import ServerInfo, SubmissionView
-    from py_scheduler.domain.task import BatchId
+    from rich.console import Console
+
+    from py_scheduler.domain.requests import ServerInfo, SubmissionSelector, SubmissionView
 
 _DEFAULT_TARGET = "127.0.0.1:50051"
+_PIPE_WIDTH = 160
 _CONFIG_VARIABLE = "PY_SCHEDULER_CONFIG"
+_SUBMISSION_HELP = 'a submission: a step (7), a label ("7/gsm8k"), or the submission_id that the server gave it'
+_SUBMISSION_ID = re.compile(r"s[0-9a-f]{16}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,15 +52,37 @@ def _report(code: int, *lines: str) -> int:
     return code
 
 
+class _PrintVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        _version(argparse.Namespace())
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="py-scheduler", description="A rollout scheduler for RL post-training.")
+    parser = argparse.ArgumentParser(
+        prog="py-scheduler",
+        description="A rollout scheduler for RL post-training.",
+        epilog="`py-scheduler COMMAND --help` says more, with an example.",
+    )
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_serve(commands.add_parser("serve", help="run the server"))
-    _add_status(commands.add_parser("status", help="show a running server, or one of its submissions"))
-    fetch = commands.add_parser("fetch-model", help="put the embedded engine's default model into the cache")
-    fetch.add_argument("--cache-dir", type=Path, help="another folder than the user's cache")
+
+    def add(name: str, text: str, example: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=f"Example: py-scheduler {example}"
+        )
+
+    _add_serve(add("serve", "run the server", "serve --config scheduler.toml --listen 127.0.0.1:50051"))
+    _add_status(add("status", "show a running server, or one of its submissions", "status 7/gsm8k"))
+    _add_abort(
+        add("abort", "stop a submission of a running server, or some of its tasks", "abort 7 --reason 'too long'")
+    )
+    _add_plan(add("plan", "say what a cluster can hold, without a server", "plan cluster.json scheduler.toml"))
+    _add_why(add("why", "say why a task of a running server waits", "why s1f0c9a2b3d4e5f60-12"))
+    fetch = add("fetch-model", "put the embedded engine's default model into the cache", "fetch-model")
+    fetch.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="another folder than the user's cache")
     fetch.set_defaults(run=_fetch_model)
-    commands.add_parser("version", help="print the version").set_defaults(run=_version)
+    add("version", "print the version", "version").set_defaults(run=_version)
     return parser
 
 
@@ -74,7 +101,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     for knob in KNOBS:
         parser.add_argument(
-            knob.flag, dest=knob.flag, metavar="VALUE", help=f"{knob.help} ({', '.join(knob.keys)}; {knob.variable})"
+            knob.flag,
+            dest=knob.flag,
+            metavar=knob.metavar,
+            help=f"{knob.help} ({', '.join(knob.keys)}; {knob.variable})",
         )
     parser.set_defaults(run=_serve)
 
@@ -87,7 +117,7 @@ def _serve(options: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from py_scheduler import app  # noqa: PLC0415 - after the file, so that its faults show at once
 
-    app.run(config, config_file.resolve().parent)
+    app.run(config, config_file)
     return 0
 
 
@@ -95,10 +125,16 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("batch_id", nargs="?", help='a submission: a step (7) or a label ("7/gsm8k"); none: the server')
-    parser.add_argument("--target", default=_DEFAULT_TARGET, help="the server's host:port (default %(default)s)")
-    parser.add_argument("--namespace", default="default")
+    parser.add_argument("submission", nargs="?", metavar="BATCH_ID", help=f"{_SUBMISSION_HELP}; none: the server")
+    _add_server(parser)
     parser.set_defaults(run=_status)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    """Where the server is, and in which namespace to look."""
+    target = "the server (default %(default)s)"
+    parser.add_argument("--target", default=_DEFAULT_TARGET, metavar="HOST:PORT", help=target)
+    parser.add_argument("--namespace", default="default", metavar="NAME", help="default: %(default)s")
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -110,15 +146,22 @@ async def _show_status(options: argparse.Namespace) -> int:
 
     settings = {"namespace": options.namespace, "reconnect_seconds": 0.0}
     async with SchedulerClient.connect(options.target, **settings) as client:
-        if options.batch_id is None:
+        if options.submission is None:
             _print_server(await client.server_info())
         else:
-            _print_submission(await client.get_submission(_batch_id(options.batch_id)))
+            selector = _selector(options)
+            view = await client.get_submission(selector.batch_id, submission_id=selector.submission_id)
+            _print_submission(view)
     return 0
 
 
-def _batch_id(text: str) -> BatchId:
-    return int(text) if text.isdecimal() else text
+def _selector(options: argparse.Namespace) -> SubmissionSelector:
+    from py_scheduler.domain.requests import SubmissionSelector  # noqa: PLC0415 - serve needs no client
+
+    text, namespace = options.submission, options.namespace
+    if _SUBMISSION_ID.fullmatch(text):
+        return SubmissionSelector(submission_id=text, namespace=namespace)
+    return SubmissionSelector(batch_id=int(text) if text.isdecimal() else text, namespace=namespace)
 
 
 def _print_server(info: ServerInfo) -> None:
@@ -130,7 +173,8 @@ def _print_server(info: ServerInfo) -> None:
             f"a sample: gpu {sample.gpu:g}, cpu {sample.cpu:g}, memory_gb {sample.memory_gb:g}"
         )
     for engine in info.engines:
-        print(f"engine     {engine.role}  {engine.model_name}  weights {engine.weight_version or '-'}")
+        model = engine.error or f"{engine.model_name}  weights {engine.weight_version or '-'}"
+        print(f"engine     {engine.role}  {model}")
     for node in info.nodes:
         free = " ".join(f"{share:.2f}" for share in node.free_gpus)
         print(
@@ -153,13 +197,109 @@ def _print_submission(view: SubmissionView) -> None:
         )
 
 
+# abort
+
+
+def _add_abort(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("submission", metavar="BATCH_ID", help=_SUBMISSION_HELP)
+    parser.add_argument(
+        "--task", action="append", default=[], metavar="ID", help="only this task; may be given several times"
+    )
+    _add_server(parser)
+    parser.add_argument(
+        "--no-wait", action="store_true", help="answer at once, rather than when the work is seen to have stopped"
+    )
+    parser.add_argument("--reason", default="", metavar="TEXT", help="what the tasks' ends will say")
+    parser.set_defaults(run=_abort)
+
+
+def _abort(options: argparse.Namespace) -> int:
+    from py_scheduler.commands.abort import abort_submission  # noqa: PLC0415 - serve needs none of it
+
+    return asyncio.run(
+        abort_submission(
+            _selector(options),
+            options.task,
+            target=options.target,
+            reason=options.reason,
+            wait=not options.no_wait,
+            console=_console(),
+        )
+    )
+
+
+# plan
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"{parser.description} Exit code 1: the largest batch of some evaluator can never run; says what would help."
+    )
+    parser.add_argument(
+        "layout", nargs="?", metavar="LAYOUT", help="the cluster: inline JSON or a JSON file; none: the one in SPECS"
+    )
+    parser.add_argument(
+        "specs", type=Path, metavar="SPECS", help="a server's configuration, or any TOML or JSON file with evaluators"
+    )
+    # The longer names are those of `serve`, which the layout's own messages name.
+    parser.add_argument(
+        "--num-cpus", "--env-num-cpus", type=float, metavar="CORES", help="cores of each node whose layout names none"
+    )
+    parser.add_argument(
+        "--memory-gb", "--env-memory-gb", type=float, metavar="GIB", help="GiB of each node whose layout names none"
+    )
+    parser.add_argument(
+        "--samples-per-task", type=_positive, metavar="N", help="bounds a batch by batch_size times this"
+    )
+    parser.add_argument("--draw", metavar="EVALUATOR_ID", help="whose packing to draw (default: the first that fits)")
+    parser.set_defaults(run=_plan)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from py_scheduler.commands.plan import plan_request, run_plan  # noqa: PLC0415 - serve needs none of it
+
+    return run_plan(plan_request(options), _console())
+
+
+def _console() -> Console:
+    """A pipe has no width; what reads it had rather have whole lines."""
+    from rich.console import Console  # noqa: PLC0415 - serve needs none of it
+
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+# why
+
+
+def _add_why(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task_id", metavar="TASK_ID", help="as `submit` returned it, and events carry it")
+    _add_server(parser)
+    parser.set_defaults(run=_why)
+
+
+def _why(options: argparse.Namespace) -> int:
+    from py_scheduler.commands.why import show_task  # noqa: PLC0415 - serve needs none of it
+
+    asyncio.run(show_task(options.task_id, options.target, options.namespace, _console()))
+    return 0
+
+
 # The rest
 
 
 def _fetch_model(options: argparse.Namespace) -> int:
     from py_scheduler.adapters.model_store import fetch_smollm2  # noqa: PLC0415 - only this command needs it
 
-    print(fetch_smollm2(options.cache_dir))
+    path = fetch_smollm2(options.cache_dir)
+    print(f"model ready: {path} ({path.stat().st_size / 1e6:.0f} MB)")
     return 0
 
 

@@ -39,6 +39,8 @@ _MAX_PORT = 65_535
 _HANDLER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
 _LOOPBACK = re.compile(r"^(127(\.\d{1,3}){3}|localhost|\[::1\])$")
 
+_MAX_STOP_GRACE_SECONDS = 600.0
+
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -48,7 +50,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     listen: "host:port" (port 0: any free one) or "unix:/path". insecure_remote: take a host off loopback although there
     is neither TLS nor a token, so that whoever reaches the port can use the service.
     max_message_bytes: of one message, either way. max_tasks_per_call: of one SubmitTasks.
-    drain_seconds: how long running samples may go on after SIGTERM; the process ends at most 8 seconds later.
+    drain_seconds: how long running samples may go on after SIGTERM; what does not end then has stop_grace_seconds
+    more, and the process ends at most 8 seconds after that.
     event_loop: "auto" takes uvloop when it is installed.
     """
 
@@ -111,20 +114,43 @@ class Knob(msgspec.Struct, frozen=True):
     flag: str
     keys: tuple[str, ...]
     parse: type[str | int | float]
+    metavar: str
     help: str
+    choices: tuple[str, ...] = ()
 
     @property
     def variable(self) -> str:
         return "PY_SCHEDULER_" + self.flag.removeprefix("--").replace("-", "_").upper()
 
 
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
 KNOBS = (
-    Knob("--listen", ("server.listen",), str, 'where to serve: "host:port" (port 0: any free one) or "unix:/path"'),
-    Knob("--env-cluster-layout", ("cluster.layout",), str, "the cluster: inline JSON, or the path of a JSON file"),
-    Knob("--env-num-cpus", ("cluster.num_cpus",), float, "cores of each node whose layout names none"),
-    Knob("--env-memory-gb", ("cluster.memory_gb",), float, "GiB of each node whose layout names none"),
-    Knob("--evaluator-batch-size", ("evaluator[].batch_size",), int, "tasks to a batch, 0 for no limit"),
-    Knob("--evaluator-concurrency", ("evaluator[].resource.concurrency",), int, "samples of one batch running at once"),
+    Knob(
+        "--listen",
+        ("server.listen",),
+        str,
+        "ADDRESS",
+        'where to serve: "host:port" (port 0: any free one) or "unix:/path"',
+    ),
+    Knob(
+        "--env-cluster-layout",
+        ("cluster.layout",),
+        str,
+        "LAYOUT",
+        "the cluster: inline JSON, or the path of a JSON file",
+    ),
+    Knob("--env-num-cpus", ("cluster.num_cpus",), float, "CORES", "cores of each node whose layout names none"),
+    Knob("--env-memory-gb", ("cluster.memory_gb",), float, "GIB", "GiB of each node whose layout names none"),
+    Knob("--evaluator-batch-size", ("evaluator[].batch_size",), int, "N", "tasks to a batch, 0 for no limit"),
+    Knob(
+        "--evaluator-concurrency",
+        ("evaluator[].resource.concurrency",),
+        int,
+        "N",
+        "samples of one batch running at once",
+    ),
+    Knob("--log-level", ("server.log_level",), str, "LEVEL", "debug, info, warning or error", _LOG_LEVELS),
 )
 
 
@@ -151,19 +177,24 @@ def overrides_of(flags: Mapping[str, str | None], environment: Mapping[str, str]
 def load_config(path: Path, overrides: Iterable[Override] = ()) -> Config:
     """Reads a file. Raises ConfigError with every fault that was found."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
-    return parse_config(text, overrides)
+    return parse_config(text, overrides, str(path))
 
 
-def parse_config(text: str, overrides: Iterable[Override] = ()) -> Config:
-    """Reads the text of a file. Raises ConfigError with every fault that was found."""
+def parse_config(text: str, overrides: Iterable[Override] = (), name: str = "the configuration") -> Config:
+    """Reads the text of a file that errors call `name`. Raises ConfigError with every fault that was found."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the configuration is not TOML: {error}") from error
+        raise ConfigError(f"{name} is not TOML: {error}") from error
+    return convert_config(tables, overrides)
+
+
+def convert_config(tables: dict[str, Any], overrides: Iterable[Override] = ()) -> Config:
+    """Types and checks what a file holds. Raises ConfigError with every fault that was found."""
     faults: list[FieldViolation] = []
     for override in overrides:
         _apply(override, tables, faults)
@@ -180,6 +211,10 @@ def _apply(override: Override, tables: dict[str, Any], faults: list[FieldViolati
         value = override.knob.parse(override.text)
     except ValueError:
         faults.append(FieldViolation(override.origin, f"is {override.text!r}, must be a number"))
+        return
+    if override.knob.choices and value not in override.knob.choices:
+        known = ", ".join(override.knob.choices)
+        faults.append(FieldViolation(override.origin, f"is {override.text!r}, must be one of {known}"))
         return
     for key in override.knob.keys:
         table_key, _, rest = key.partition(".")
@@ -301,6 +336,8 @@ def _check(config: Config) -> Iterator[FieldViolation]:
     yield from _check_numbers(config.server, "server")
     if config.scheduler.max_running_samples < 1:
         yield FieldViolation("scheduler.max_running_samples", "must be at least 1, or nothing would ever run")
+    if _MAX_STOP_GRACE_SECONDS < config.scheduler.stop_grace_seconds < math.inf:
+        yield FieldViolation("scheduler.stop_grace_seconds", f"must be at most {_MAX_STOP_GRACE_SECONDS:g}")
     yield from _prefixed("sampling", check_sampling(config.sampling))
     yield from _prefixed("stopping", check_stopping(config.stopping))
     for role in config.generation:

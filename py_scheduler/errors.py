@@ -11,12 +11,12 @@
     |-- CursorExpiredError        a cursor of another store, or older than what is retained
     |-- ResourceExhaustedError    a limit is reached for now; says when to come back
     |-- FailedPreconditionError   not in this state; says which state would do
-    |-- LeaseError                a placement token or lease given back twice
+    |-- LeaseError                a placement token or lease that is not held (any more)
     |-- GenerationError           the language model engine did not deliver
-    |   |-- EngineUnavailableError    not reachable, or failing on its side (retried, then infra_conn); carries
-    partial tokens |   |-- EngineRejectedError       the engine refuses this request (not retried)
-    |   |   `-- ContextOverflowError  ... because it is longer than the context
-    |   `-- GenerationAbortedError    aborted while running; carries the partial generation
+    |   |-- EngineUnavailableError     not reachable, or failing on its side (retried, then infra_conn)
+    |   |-- EngineRejectedError        the engine refuses this request (not retried)
+    |   |   `-- ContextOverflowError   ... because it is longer than the context
+    |   `-- GenerationAbortedError     aborted while running
     |-- ModelFetchError           a model file could not be brought here
     `-- ServerError               the client's face of a failed call that has no better class
 
@@ -102,7 +102,7 @@ class FailedPreconditionError(SchedulerError):
 
 
 class LeaseError(SchedulerError):
-    """A placement token or lease that was already given back."""
+    """A placement token or lease that is not held: given back, expired, or held under another fencing token."""
 
 
 class GenerationError(SchedulerError):
@@ -121,10 +121,6 @@ class EngineUnavailableError(GenerationError):
 
     `partial` is the `domain.generation.Generation` of the tokens received before that, finish reason ABORT, or None.
     """
-
-    def __init__(self, message: str, partial: object | None = None) -> None:
-        super().__init__(message)
-        self.partial = partial
 
 
 class EngineRejectedError(GenerationError):

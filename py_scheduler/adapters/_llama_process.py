@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 SCRIPT = Path(__file__).with_name("_llama_server.py")
 LAST_LINES = 20
 EXIT_SECONDS = 2.0
+_PIECE_BYTES = 1 << 16
+_LINE_BYTES = 1_000
+"""Of one line, at most; the end of a long one says more than its beginning."""
 
 
 class LlamaProcess:
@@ -90,7 +93,19 @@ class LlamaProcess:
             await self._listener
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Keeps the last lines of the child's standard error, which would otherwise fill its pipe and stop it."""
+        """Keeps the last lines of the child's standard error, which would otherwise fill its pipe and stop it.
+
+        Reads by the piece: a line may be longer than a stream reader takes as a line.
+        """
         assert process.stderr is not None
-        while line := await process.stderr.readline():
-            self._said.append(line.decode(errors="replace").strip())
+        rest = b""
+        while piece := await process.stderr.read(_PIECE_BYTES):
+            *lines, rest = (rest + piece).split(b"\n")
+            rest = rest[-_LINE_BYTES:]
+            for line in lines:
+                self._hear(line)
+        self._hear(rest)
+
+    def _hear(self, line: bytes) -> None:
+        if text := line[-_LINE_BYTES:].decode(errors="replace").strip():
+            self._said.append(text)

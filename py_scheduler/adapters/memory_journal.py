@@ -40,7 +40,8 @@ class MemoryJournal:
     def oldest_sequence(self) -> int:
         return self._records[self._dropped].sequence if self._records else 1
 
-    def start(self, on_commit: Callable[[int], None]) -> None:
+    def start(self, on_commit: Callable[[int], None], on_failure: Callable[[Exception], None]) -> None:
+        del on_failure  # Memory that runs out is no failure of a journal.
         self._on_commit = on_commit
 
     def append(self, records: Sequence[EventRecord]) -> None:

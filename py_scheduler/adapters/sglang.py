@@ -35,13 +35,20 @@ from py_scheduler.adapters._http import (
     sse_payloads,
 )
 from py_scheduler.adapters._in_flight import Flight, Flights
+from py_scheduler.adapters._sglang_events import (
+    NOTHING,
+    SERVER_ERRORS,
+    UNSAID,
+    decode_event,
+    read_generation,
+    read_partial,
+)
 from py_scheduler.domain.generation import (
     FinishReason,
     Generation,
     GenerationRequest,
     LogProbKind,
     ModelInfo,
-    WeightSpan,
 )
 from py_scheduler.errors import (
     ContextOverflowError,
@@ -58,16 +65,10 @@ DONE = b"[DONE]"
 INPUT_MARGIN = 6
 """Tokens by which the server's longest input is below its context."""
 ABORT_REPEAT_SECONDS = 0.25
-BAD_REQUEST, TOO_MANY_REQUESTS, SERVER_ERRORS = 400, 429, 500
+BAD_REQUEST, TOO_MANY_REQUESTS = 400, 429
 CONTEXT_OVERFLOW = re.compile(
     r"Requested token count exceeds|longer than the model's context length|exceeds the maximum allowed length"
 )
-NOTHING = Generation(token_ids=[], log_probs=[], text="", finish_reason=FinishReason.ABORT)
-UNSAID: dict[str, Any] = {
-    "type": "abort",
-    "message": "the stream ended without a finish reason",
-    "status_code": SERVER_ERRORS,
-}
 VALID_IDS = re.compile(r"valid range is \[0, (\d+)\)")
 
 
@@ -249,7 +250,7 @@ class SglangEngine:
         if payload is not None:
             event = decode_event(payload)
             if "error" not in event:
-                partial = msgspec.structs.replace(read_generation(event), finish_reason=FinishReason.ABORT)
+                partial = read_partial(event)
         if flight.abort_requested:
             return partial
         if not partial.token_ids and not flight.was_cut:
@@ -363,49 +364,3 @@ def refusal(status: int, message: str) -> Exception:
     if CONTEXT_OVERFLOW.search(message):
         return ContextOverflowError(f"SGLang refused the request: {message}")
     return EngineRejectedError(f"SGLang refused the request ({status}): {message}")
-
-
-def decode_event(payload: bytes) -> dict[str, Any]:
-    try:
-        event = msgspec.json.decode(payload)
-    except msgspec.DecodeError as error:
-        raise EngineUnavailableError(f"SGLang sent an event that is no JSON: {payload[:200]!r}") from error
-    if not isinstance(event, dict):
-        raise EngineUnavailableError(f"SGLang sent an event that is no object: {payload[:200]!r}")
-    return event
-
-
-def read_generation(event: dict[str, Any]) -> Generation:
-    """One event as a generation; one without finish reason counts as aborted.
-
-    Raises EngineUnavailableError when ids and log-probs do not belong together.
-    """
-    try:
-        meta = event["meta_info"]
-        token_ids: list[int] = event.get("output_ids") or []
-        scored = meta.get("output_token_logprobs") or []
-        reason = meta.get("finish_reason") or UNSAID
-        if reason["type"] == FinishReason.ABORT:
-            # An aborted one may end with a token of no meaning and without log-prob.
-            token_ids = token_ids[: len(scored)]
-        if [entry[1] for entry in scored] != token_ids:
-            raise EngineUnavailableError(
-                f"SGLang gave {len(token_ids)} token ids and {len(scored)} log-probs that do not match them"
-            )
-        spans = meta.get("weight_versions") or [
-            {"version": meta.get("weight_version") or "default", "start": 0, "end": len(token_ids)}
-        ]
-        return Generation(
-            token_ids=token_ids,
-            log_probs=[float(entry[0]) for entry in scored],
-            text=event.get("text") or "",
-            finish_reason=FinishReason(reason["type"]),
-            weight_spans=tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
-            if token_ids
-            else (),
-            log_prob_kind=LogProbKind.SAMPLED,
-            prompt_tokens=int(meta.get("prompt_tokens") or 0),
-            cached_tokens=int(meta.get("cached_tokens") or 0),
-        )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineUnavailableError(f"SGLang sent an event that cannot be read: {error!r}") from error

@@ -7,6 +7,17 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from py_scheduler.domain.explanations import TaskExplanation
+    from py_scheduler.domain.leases import (
+        AcquireRequest,
+        CapacityView,
+        LeaseView,
+        PlacementDemand,
+        PlacementView,
+        ReleaseReply,
+        ReleaseRequest,
+        RenewRequest,
+    )
     from py_scheduler.domain.requests import (
         AbortReply,
         AbortRequest,
@@ -18,6 +29,21 @@ if TYPE_CHECKING:
         SubmitReply,
         SubmitRequest,
     )
+    from py_scheduler.domain.resources import Resource
+
+
+class PlacementPort(Protocol):
+    """Room for schedulers that live elsewhere."""
+
+    async def acquire(self, request: AcquireRequest) -> LeaseView: ...
+
+    def renew(self, request: RenewRequest) -> float: ...
+
+    def release(self, request: ReleaseRequest) -> ReleaseReply: ...
+
+    def capacity(self, per_sample: Resource) -> CapacityView: ...
+
+    def explain(self, demand: PlacementDemand) -> PlacementView: ...
 
 
 class EnginePort(Protocol):
@@ -25,13 +51,21 @@ class EnginePort(Protocol):
     def store_epoch(self) -> bytes: ...
 
     @property
+    def oldest_sequence(self) -> int: ...
+
+    @property
     def last_sequence(self) -> int: ...
+
+    @property
+    def leases(self) -> PlacementPort: ...
 
     async def submit(self, request: SubmitRequest) -> SubmitReply: ...
 
     async def abort(self, request: AbortRequest) -> AbortReply: ...
 
     def submission(self, selector: SubmissionSelector) -> SubmissionView: ...
+
+    def explain_task(self, task_id: str, namespace: str) -> TaskExplanation: ...
 
     def watch(self, event_filter: EventFilter, after_sequence: int | None) -> AsyncIterator[EventFrame]: ...
 

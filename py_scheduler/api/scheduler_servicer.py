@@ -19,6 +19,7 @@ from py_scheduler.api.boundary import CallRefusedError
 from py_scheduler.wire import requests as wire
 from py_scheduler.wire.cursor import CursorCodec
 from py_scheduler.wire.events import encode_frames
+from py_scheduler.wire.explanations import decode_explain_request, encode_explanation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -70,10 +71,13 @@ class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
     ) -> service.GetSubmissionResponse:
         return wire.encode_submission(self._engine.submission(wire.decode_get_request(request)))
 
+    async def ExplainTask(self, request: service.ExplainTaskRequest, context: Context) -> service.ExplainTaskResponse:
+        return encode_explanation(self._engine.explain_task(*decode_explain_request(request)))
+
     async def AbortSubmission(
         self, request: service.AbortSubmissionRequest, context: Context
     ) -> service.AbortSubmissionResponse:
-        reply = await self._engine.abort(wire.decode_abort_request(request, _time_to_answer(context)))
+        reply = await self._engine.abort(wire.decode_abort_request(request, time_to_answer(context)))
         return wire.encode_abort_reply(reply)
 
     async def GetServerInfo(
@@ -85,7 +89,7 @@ class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
         self, request: service.WatchEventsRequest, context: Context
     ) -> None:
         event_filter = wire.decode_filter(request.filter)
-        cursors = CursorCodec(self._engine.store_epoch, event_filter)
+        cursors = CursorCodec(self._engine.store_epoch, event_filter, self._engine.oldest_sequence)
         after = cursors.decode(request.cursor)
         task = asyncio.current_task()
         if task is None:
@@ -131,7 +135,7 @@ class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
                 stream.task.cancel()
 
 
-def _time_to_answer(context: Any) -> float | None:
+def time_to_answer(context: Any) -> float | None:
     """Seconds a call may wait so that its answer arrives in time; None without a deadline."""
     remaining: float | None = context.time_remaining()
     return None if remaining is None else max(0.0, remaining - min(_ANSWER_MARGIN_SECONDS, remaining / 4))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
+from py_scheduler._generated.rollout_scheduler.v1 import (
+    placement_service_pb2,
+    placement_service_pb2_grpc,
+    scheduler_service_pb2,
+    scheduler_service_pb2_grpc,
+)
 from py_scheduler.api.boundary import Boundary
 from py_scheduler.api.health import HealthServicer
+from py_scheduler.api.placement_servicer import PlacementServicer
 from py_scheduler.api.scheduler_servicer import SchedulerServicer
 from py_scheduler.config import UNIX_PREFIX
 from py_scheduler.errors import ConfigError
@@ -20,6 +28,7 @@ if TYPE_CHECKING:
     from py_scheduler.config import ServerSettings
 
 SCHEDULER_SERVICE = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+PLACEMENT_SERVICE = placement_service_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _STREAMS_END_SECONDS = 3.0
 
@@ -30,12 +39,13 @@ class ApiServer:
     def __init__(self, engine: EnginePort, version: str, settings: ServerSettings) -> None:
         self._settings = settings
         self._servicer = SchedulerServicer(engine, version, settings.max_tasks_per_call)
-        self._health = HealthServicer([SCHEDULER_SERVICE])
+        self._health = HealthServicer([SCHEDULER_SERVICE, PLACEMENT_SERVICE])
         self._server = grpc.aio.server(interceptors=[Boundary()], options=_options(settings))
         scheduler_service_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
+        placement_service_pb2_grpc.add_PlacementServiceServicer_to_server(PlacementServicer(engine), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if settings.reflection:
-            names = [SCHEDULER_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
+            names = [SCHEDULER_SERVICE, PLACEMENT_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, self._server)
 
     @property
@@ -52,8 +62,7 @@ class ApiServer:
             port = self._server.add_insecure_port(listen)
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen on {listen}: the port is taken, or the host is not one of this machine; "
-                "choose another, or port 0 for any free one",
+                f"cannot listen on {listen}: {_why_not(listen)}",
                 "server.listen",
             ) from error
         return listen if listen.startswith(UNIX_PREFIX) else f"{listen.rpartition(':')[0]}:{port}"
@@ -71,6 +80,24 @@ class ApiServer:
         self._health.end_streams()
         self._servicer.end_streams()
         await self._server.stop(_STREAMS_END_SECONDS)
+
+
+def _why_not(listen: str) -> str:
+    """gRPC does not say; a plain socket does."""
+    if listen.startswith(UNIX_PREFIX):
+        return "its folder is not there or may not be written, or a server is using the socket"
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return "the port is taken: choose another, or port 0 for any free one"
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            return "the host is not one of this machine: name one of its addresses, such as 127.0.0.1"
+        return f"{error.strerror}: choose another port, or port 0 for any free one"
+    return "the port was taken until just now: try again"
 
 
 def _options(settings: ServerSettings) -> list[tuple[str, int]]:

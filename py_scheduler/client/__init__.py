@@ -4,6 +4,11 @@
         async for event in client.rollout(tasks, batch_id=7):
             ...
 
+Schedulers that live elsewhere lease room of the same pool with `PlacementClient` or `BlockingPlacementClient`:
+
+    async with PlacementClient("127.0.0.1:50051") as client, client.lease(Resource(gpu=0.5), 8) as lease:
+        ...
+
 Every error is one of the tree in `py_scheduler.errors`.
 """
 
@@ -11,6 +16,18 @@ from __future__ import annotations
 
 from py_scheduler.client._aio import SchedulerClient, Submission
 from py_scheduler.client._blocking import BlockingSchedulerClient
+from py_scheduler.client._blocking_placement import BlockingHeldLease, BlockingPlacementClient
+from py_scheduler.client._held_lease import HeldLease
+from py_scheduler.client._placement import PlacementClient
 from py_scheduler.client._rollout import RolloutEvent
 
-__all__ = ["BlockingSchedulerClient", "RolloutEvent", "SchedulerClient", "Submission"]
+__all__ = [
+    "BlockingHeldLease",
+    "BlockingPlacementClient",
+    "BlockingSchedulerClient",
+    "HeldLease",
+    "PlacementClient",
+    "RolloutEvent",
+    "SchedulerClient",
+    "Submission",
+]

@@ -1,44 +1,46 @@
 """The asyncio client.
 
-Invariants
-  1. A watch yields frames that join without a gap or a repetition, also across broken connections, or it raises.
-  2. A call that was broken off is sent again only if that cannot make it happen twice: submits carry a request id.
+Invariant: a watch yields frames that join without a gap or a repetition, also across broken connections, or it raises.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Self
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-import grpc
 import grpc.aio
 import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
 from py_scheduler.client._backoff import Backoff
-from py_scheduler.client._channel import error_of_call, is_broken_connection, open_channel
+from py_scheduler.client._base import CALL_SECONDS, ServiceClient
+from py_scheduler.client._channel import is_broken_connection, raise_error_of_call
 from py_scheduler.client._rollout import follow_rollout
-from py_scheduler.domain.limits import MAX_MESSAGE_BYTES
 from py_scheduler.domain.requests import AbortRequest, EventFilter, SubmissionSelector
-from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey
+from py_scheduler.domain.task import BatchId, SubmissionKey
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, ServerError
 from py_scheduler.wire import requests as wire
 from py_scheduler.wire.events import decode_frame
+from py_scheduler.wire.explanations import decode_explanation
 from py_scheduler.wire.submissions import SubmitChunk, encode_submission_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-    from types import TracebackType
+    from collections.abc import AsyncGenerator, Iterable, Iterator
 
-    from py_scheduler.client._rollout import RolloutEvent
+    from py_scheduler.client._rollout import OpenRollout, RolloutEvent
+    from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.requests import AbortReply, EventKind, ServerInfo, SubmissionView, WatchedFrame
     from py_scheduler.domain.task import Task
 
-DEFAULT_TARGET = "127.0.0.1:50051"
-_CALL_SECONDS = 60.0
+    WatchCall = grpc.aio.UnaryStreamCall[service.WatchEventsRequest, service.WatchEventsResponse]
+
+_log = logging.getLogger("py_scheduler.client")
+
 _CHUNK_TASKS = 1_000
 _CHUNK_BYTES = 4 << 20
 
@@ -46,7 +48,7 @@ _CHUNK_BYTES = 4 << 20
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """What `submit` returns. task_ids stand in the order of the tasks; a watch from `cursor` on sees all their events.
 
-    warnings: what was not taken as asked, such as a fallback evaluator.
+    warnings: what was not taken as asked, such as a fallback evaluator; they are logged too.
     """
 
     submission_id: str
@@ -55,53 +57,30 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     cursor: bytes
 
 
-class SchedulerClient:
+class SchedulerClient(ServiceClient[scheduler_service_pb2_grpc.SchedulerServiceStub]):
     """Talks to one server; any number of calls at a time. Use it as `async with`, or call `open` and `close`.
 
     reconnect_seconds: how long a connection may stay broken before calls and watches give up. 0: not at all.
     max_message_bytes: the largest message that is sent or taken.
     """
 
-    def __init__(
-        self,
-        target: str = DEFAULT_TARGET,
-        *,
-        namespace: str = DEFAULT_NAMESPACE,
-        reconnect_seconds: float = 30.0,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-    ) -> None:
-        self._target = target
-        self._namespace = namespace
-        self._reconnect_seconds = reconnect_seconds
-        self._max_message_bytes = max_message_bytes
-        self._channel: grpc.aio.Channel | None = None
-        self._stub_of_channel: scheduler_service_pb2_grpc.SchedulerServiceStub | None = None
+    stub_class = scheduler_service_pb2_grpc.SchedulerServiceStub
 
-    @classmethod
-    def connect(cls, target: str = DEFAULT_TARGET, **settings: Any) -> Self:
-        """Reads well in `async with SchedulerClient.connect("127.0.0.1:50051") as client`."""
-        return cls(target, **settings)
+    @cached_property
+    def _warned(self) -> set[str]:
+        """What this client logged already: a rollout of many calls says it once."""
+        return set()
 
-    async def open(self) -> None:
-        """Ties the client to the running loop. The server need not be there yet."""
-        if self._channel is None:
-            self._channel = open_channel(self._target, self._max_message_bytes)
-            self._stub_of_channel = scheduler_service_pb2_grpc.SchedulerServiceStub(self._channel)
+    @cached_property
+    def open_rollouts(self) -> set[OpenRollout]:
+        """For the rollouts' use: what is to be left when the client is closed."""
+        return set()
 
     async def close(self) -> None:
-        """Ends open watches. Work on the server goes on."""
-        channel, self._channel, self._stub_of_channel = self._channel, None, None
-        if channel is not None:
-            await channel.close()
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+        """Leaves open rollouts and ends open watches. Work on the server goes on, unless a rollout aborts its own."""
+        for rollout in tuple(self.open_rollouts):
+            await rollout.leave()
+        await super().close()
 
     # Calls
 
@@ -132,6 +111,11 @@ class SchedulerClient:
         reply = await self._call(lambda stub: stub.GetSubmission, request)
         return wire.decode_submission(reply, selector.namespace)
 
+    async def explain_task(self, task_id: str, *, namespace: str | None = None) -> TaskExplanation:
+        """How a task stands; if it waits, what is short where and who is ahead of it. Raises NotFoundError."""
+        request = service.ExplainTaskRequest(task_id=task_id, namespace=namespace or self._namespace)
+        return decode_explanation(await self._call(lambda stub: stub.ExplainTask, request))
+
     async def abort(
         self,
         batch_id: BatchId | None = None,
@@ -141,7 +125,7 @@ class SchedulerClient:
         task_ids: Iterable[str] = (),
         reason: str = "",
         wait: bool = True,
-        timeout_seconds: float = _CALL_SECONDS,
+        timeout_seconds: float = CALL_SECONDS,
     ) -> AbortReply:
         """Stops a submission, or those of its tasks that are named. Each task still ends with its own TaskDone.
 
@@ -183,12 +167,12 @@ class SchedulerClient:
             submission_id=submission_id, kinds=frozenset(kinds), namespace=namespace or self._namespace
         )
         request = service.WatchEventsRequest(filter=wire.encode_filter(event_filter), cursor=cursor)
-        backoff = Backoff(self._reconnect_seconds)
+        backoff = Backoff(self._target, self._reconnect_seconds)
         last_through: int | None = None
         while True:
             call = self._stub.WatchEvents(request)
             try:
-                async for message in call:
+                while (message := await self._read(call)) is not None:
                     backoff.connected()
                     if last_through is not None and message.after_sequence != last_through:
                         raise ServerError(
@@ -201,12 +185,7 @@ class SchedulerClient:
                     yield decode_frame(message)
             except grpc.aio.AioRpcError as error:
                 if not (is_broken_connection(error) and await backoff.wait()):
-                    raise error_of_call(error) from error
-            except asyncio.CancelledError:
-                if self._channel is not None:
-                    raise
-                # grpc ends the calls of a closed channel with this, though nobody cancelled the reader.
-                raise FailedPreconditionError("the client was closed while it was watching") from None
+                    raise_error_of_call(error, self._target)
             else:
                 if not await backoff.wait():
                     raise ServerError("the server ends the stream again and again", "UNAVAILABLE")
@@ -225,7 +204,8 @@ class SchedulerClient:
         """Submits tasks and yields each `SampleDone` and `TaskDone` as it happens, until every task is done.
 
         Leaving early (break, an exception, a cancel) leaves the work running, to be watched again from the server;
-        with `abort_on_exit` it is aborted instead. Raises what `submit` and `watch` raise.
+        with `abort_on_exit` it is aborted instead, also when the client is closed.
+        Raises what `submit` and `watch` raise.
         """
         batches = self.rollout_batches(
             tasks, batch_id=batch_id, request_id=request_id, namespace=namespace, abort_on_exit=abort_on_exit
@@ -253,11 +233,16 @@ class SchedulerClient:
 
     # Inside
 
-    @property
-    def _stub(self) -> scheduler_service_pb2_grpc.SchedulerServiceStub:
-        if self._stub_of_channel is None:
-            raise FailedPreconditionError("the client is not open: use `async with SchedulerClient(...) as client`")
-        return self._stub_of_channel
+    async def _read(self, call: WatchCall) -> service.WatchEventsResponse | None:
+        """The next message; None at the end of the stream."""
+        try:
+            message = await call.read()
+        except asyncio.CancelledError:
+            if self._channel is not None:
+                raise
+            # grpc ends the calls of a closed channel with this, though nobody cancelled the reader.
+            raise FailedPreconditionError("the client was closed while it was watching") from None
+        return message if isinstance(message, service.WatchEventsResponse) else None
 
     def _chunks(
         self, tasks: Iterable[Task], batch_id: BatchId, request_id: str | None, namespace: str | None
@@ -278,19 +263,8 @@ class SchedulerClient:
             reply: service.SubmitTasksResponse = await self._call(lambda stub: stub.SubmitTasks, chunk.request)
         except InvalidArgumentError as error:
             raise chunk.with_list_index(error) from error
+        for warning in reply.warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                _log.warning("%s", warning)
         return reply
-
-    async def _call(
-        self,
-        method: Callable[[scheduler_service_pb2_grpc.SchedulerServiceStub], Any],
-        request: Any,
-        timeout_seconds: float = _CALL_SECONDS,
-    ) -> Any:
-        """One unary call, sent again while the connection is broken: every method may be."""
-        backoff = Backoff(self._reconnect_seconds)
-        while True:
-            try:
-                return await method(self._stub)(request, timeout=timeout_seconds)
-            except grpc.aio.AioRpcError as error:
-                if not (is_broken_connection(error) and await backoff.wait()):
-                    raise error_of_call(error) from error

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import random
+
+_log = logging.getLogger("py_scheduler.client")
 
 _FIRST_SECONDS = 0.05
 _LONGEST_SECONDS = 2.0
 
 
 class Backoff:
-    """Waits that double, with jitter, until one connection has been broken for `patience_seconds` on end."""
+    """Waits that double, with jitter, until one connection has been broken for `patience_seconds` on end.
 
-    __slots__ = ("_broken_since", "_delay", "_patience_seconds")
+    target: the server's address, for the log.
+    """
 
-    def __init__(self, patience_seconds: float) -> None:
+    __slots__ = ("_broken_since", "_delay", "_patience_seconds", "_target")
+
+    def __init__(self, target: str, patience_seconds: float) -> None:
+        self._target = target
         self._patience_seconds = patience_seconds
         self._broken_since: float | None = None
         self._delay = _FIRST_SECONDS
@@ -24,13 +32,16 @@ class Backoff:
         self._broken_since = None
         self._delay = _FIRST_SECONDS
 
-    async def wait(self) -> bool:
-        """Waits its time; False, at once, when patience is over."""
+    async def wait(self, until: float = math.inf) -> bool:
+        """Waits its time; False, at once, when patience is over or the time would be later than `until`."""
         now = asyncio.get_running_loop().time()
         if self._broken_since is None:
             self._broken_since = now
-        if now - self._broken_since >= self._patience_seconds:
+            if self._patience_seconds > 0:
+                _log.warning("waiting for %s, giving up after %g s", self._target, self._patience_seconds)
+        delay = self._delay * random.uniform(0.5, 1.0)
+        if now - self._broken_since >= self._patience_seconds or now + delay >= until:
             return False
-        await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))
+        await asyncio.sleep(delay)
         self._delay = min(_LONGEST_SECONDS, self._delay * 2)
         return True

@@ -1,13 +1,14 @@
-"""The asyncio client for plain loops: each method is the other one's, run on a loop in a thread of its own."""
+"""The asyncio clients for plain loops: each method is the other one's, run on a loop in a thread of its own."""
 
 from __future__ import annotations
 
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from py_scheduler.client._aio import SchedulerClient
+from py_scheduler.client._base import ServiceClient
 from py_scheduler.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
@@ -20,28 +21,31 @@ if TYPE_CHECKING:
     from py_scheduler.client._rollout import RolloutEvent
     from py_scheduler.domain.task import BatchId, Task
 
+ClientT = TypeVar("ClientT", bound=ServiceClient[Any])
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _blocking(
-    method: Callable[Concatenate[SchedulerClient, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[BlockingSchedulerClient, P], T]:
+def blocking(
+    method: Callable[Concatenate[ClientT, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[BlockingServiceClient[ClientT], P], T]:
+    """The same method, for the client's blocking twin."""
+
     @wraps(method)
-    def call(self: BlockingSchedulerClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = self._portal.call(partial(method, self._client, *args, **kwargs))
+    def call(self: BlockingServiceClient[ClientT], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = self.portal.call(partial(method, self.client, *args, **kwargs))
         return result
 
     return call
 
 
 def _iterating(
-    method: Callable[Concatenate[SchedulerClient, P], AsyncGenerator[T, None]],
-) -> Callable[Concatenate[BlockingSchedulerClient, P], Iterator[T]]:
+    method: Callable[Concatenate[ClientT, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[BlockingServiceClient[ClientT], P], Iterator[T]]:
     @wraps(method)
-    def iterate(self: BlockingSchedulerClient, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        portal = self._portal
-        items = method(self._client, *args, **kwargs)
+    def iterate(self: BlockingServiceClient[ClientT], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        portal = self.portal
+        items = method(self.client, *args, **kwargs)
         try:
             while (item := portal.call(_next_or_none, items)) is not None:
                 yield item
@@ -55,12 +59,14 @@ async def _next_or_none(items: AsyncGenerator[T, None]) -> T | None:
     return await anext(items, None)
 
 
-class BlockingSchedulerClient:
-    """`SchedulerClient` with blocking methods and plain iterators. Use it in a `with`; threads may share it."""
+class BlockingServiceClient(Generic[ClientT]):
+    """An asyncio client on a loop in a thread of its own. Use it in a `with`; threads may share it."""
+
+    asyncio_class: ClassVar[type[Any]]
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        """Takes what SchedulerClient takes."""
-        self._client = SchedulerClient(*args, **settings)
+        """Takes what the asyncio client takes."""
+        self.client: ClientT = self.asyncio_class(*args, **settings)
         self._thread: AbstractContextManager[BlockingPortal] | None = None
         self._portal_of_thread: BlockingPortal | None = None
 
@@ -68,30 +74,39 @@ class BlockingSchedulerClient:
         thread = start_blocking_portal()
         self._portal_of_thread = thread.__enter__()
         self._thread = thread
-        self._portal.call(self._client.open)
+        self.portal.call(self.client.open)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        portal, thread = self._portal, self._thread
+        portal, thread = self.portal, self._thread
         self._portal_of_thread = self._thread = None
         try:
-            portal.call(self._client.close)
+            portal.call(self.client.close)
         finally:
             if thread is not None:
                 thread.__exit__(kind, error, trace)
 
     @property
-    def _portal(self) -> BlockingPortal:
+    def portal(self) -> BlockingPortal:
+        """Runs coroutines in the client's loop. For the twins' own use, as is `client`."""
         if self._portal_of_thread is None:
-            raise FailedPreconditionError("the client is not open: use `with BlockingSchedulerClient(...) as client`")
+            name = type(self).__name__
+            raise FailedPreconditionError(f"the client is not open: use `with {name}(...) as client`")
         return self._portal_of_thread
 
-    submit = _blocking(SchedulerClient.submit)
-    get_submission = _blocking(SchedulerClient.get_submission)
-    abort = _blocking(SchedulerClient.abort)
-    server_info = _blocking(SchedulerClient.server_info)
+
+class BlockingSchedulerClient(BlockingServiceClient[SchedulerClient]):
+    """`SchedulerClient` with blocking methods and plain iterators."""
+
+    asyncio_class = SchedulerClient
+
+    submit = blocking(SchedulerClient.submit)
+    get_submission = blocking(SchedulerClient.get_submission)
+    explain_task = blocking(SchedulerClient.explain_task)
+    abort = blocking(SchedulerClient.abort)
+    server_info = blocking(SchedulerClient.server_info)
     watch = _iterating(SchedulerClient.watch)
     rollout_batches = _iterating(SchedulerClient.rollout_batches)
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from py_scheduler.errors import ResourceExhaustedError, ServerError
+from py_scheduler.errors import InvalidArgumentError, ResourceExhaustedError, ServerError
 from py_scheduler.wire.errors import error_of
 
 if TYPE_CHECKING:
     from py_scheduler.errors import SchedulerError
 
+_TARGET = re.compile(r"unix(-abstract)?:.+|.+:\d+")
+_NOBODY_THERE = ("failed to connect", "DNS resolution failed")
+"""How gRPC's words begin when nothing was reached, rather than lost on the way."""
 _DETAILS_KEY = "grpc-status-details-bin"
+
+
+def check_target(target: str) -> None:
+    """Raises InvalidArgumentError; gRPC itself would take port 443, and wait."""
+    if not _TARGET.fullmatch(target):
+        raise InvalidArgumentError(f'is {target!r}, must be "host:port" or "unix:/path"', "target")
 
 
 def open_channel(target: str, max_message_bytes: int) -> grpc.aio.Channel:
@@ -42,6 +52,14 @@ def open_channel(target: str, max_message_bytes: int) -> grpc.aio.Channel:
 def is_broken_connection(error: grpc.aio.AioRpcError) -> bool:
     """Whether the server could not be reached, or is going: the same call may work in a moment."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and _details(error) is None
+
+
+def raise_error_of_call(error: grpc.aio.AioRpcError, target: str) -> NoReturn:
+    """Raises what a failed call means. Where nobody answers, gRPC's own error says nothing more."""
+    if is_broken_connection(error) and (error.details() or "").startswith(_NOBODY_THERE):
+        message = f"no py-scheduler answers at {target}: start it with `py-scheduler serve`"
+        raise ServerError(message, error.code().name) from None
+    raise error_of_call(error) from error
 
 
 def error_of_call(error: grpc.aio.AioRpcError) -> SchedulerError:

@@ -3,6 +3,10 @@
 Invariants
   1. Each sample and each task of this rollout is handed over once; events of other tasks of the submission never are.
   2. It ends when every chunk was accepted and every task is done, and not before.
+  3. One that aborts on exit leaves none of its tasks behind: a chunk that is under way is learnt of first.
+
+Not in a TaskGroup: a generator may be continued and closed by other tasks than the one that began it. Its two tasks are
+awaited by whatever ends it.
 """
 
 from __future__ import annotations
@@ -33,30 +37,70 @@ async def follow_rollout(
     client: SchedulerClient, chunks: Iterator[SubmitChunk], namespace: str | None, *, abort_on_exit: bool
 ) -> AsyncGenerator[list[RolloutEvent], None]:
     """Lists of events in the order they happened. See `SchedulerClient.rollout`."""
-    first = await client.submit_chunk(next(chunks))
-    mine = _Tasks(first)
-    frames = client.watch(submission_id=first.submission_id, kinds=_KINDS, cursor=first.cursor, namespace=namespace)
-    submitting = asyncio.create_task(_submit_rest(client, chunks, mine))
+    rollout = OpenRollout(client, chunks, namespace, abort_on_exit=abort_on_exit)
     try:
-        async with aclosing(frames), aclosing(_until_done(frames, submitting, mine)) as batches:
+        first = await rollout.first_reply()
+        frames = client.watch(submission_id=first.submission_id, kinds=_KINDS, cursor=first.cursor, namespace=namespace)
+        async with aclosing(frames), aclosing(_until_done(frames, rollout.submitting, rollout.tasks)) as batches:
             async for batch in batches:
                 yield batch
     finally:
-        submitting.cancel()
-        await asyncio.wait([submitting])
-        if abort_on_exit and not mine.are_done:
-            await client.abort(
-                submission_id=first.submission_id,
-                namespace=namespace,
-                task_ids=mine.open,
+        await rollout.leave()
+
+
+class OpenRollout:
+    """Hands in the chunks, one after the other, and knows how to leave what it handed in."""
+
+    def __init__(
+        self, client: SchedulerClient, chunks: Iterator[SubmitChunk], namespace: str | None, *, abort_on_exit: bool
+    ) -> None:
+        self.tasks = _Tasks()
+        self._client = client
+        self._namespace = namespace
+        self._abort_on_exit = abort_on_exit
+        self._is_left = False
+        self._first: asyncio.Future[service.SubmitTasksResponse] = asyncio.get_running_loop().create_future()
+        self.submitting = asyncio.create_task(self._submit(chunks))
+        client.open_rollouts.add(self)
+
+    async def first_reply(self) -> service.SubmitTasksResponse:
+        """Raises what the first call raised."""
+        await asyncio.wait((self._first, self.submitting), return_when=asyncio.FIRST_COMPLETED)
+        if not self._first.done():
+            await self.submitting
+        return self._first.result()
+
+    async def _submit(self, chunks: Iterator[SubmitChunk]) -> None:
+        for chunk in chunks:
+            reply = await self._client.submit_chunk(chunk)
+            self.tasks.accept(reply)
+            if not self._first.done():
+                self._first.set_result(reply)
+            if self._is_left:
+                return
+
+    async def leave(self) -> None:
+        """Ends the handing-in and, if that is wanted, what was handed in and is not done."""
+        if self._is_left:
+            return
+        self._is_left = True
+        self._client.open_rollouts.discard(self)
+        if not self._abort_on_exit:
+            self.submitting.cancel()
+        try:
+            await asyncio.wait([self.submitting])
+        finally:
+            self.submitting.cancel()
+        if not self.submitting.cancelled():
+            self.submitting.exception()  # whoever reads the rollout has been told
+        if self._abort_on_exit and not self.tasks.are_done:
+            await self._client.abort(
+                submission_id=self.tasks.submission_id,
+                namespace=self._namespace,
+                task_ids=self.tasks.open,
                 reason="its client left",
                 wait=False,
             )
-
-
-async def _submit_rest(client: SchedulerClient, chunks: Iterator[SubmitChunk], mine: _Tasks) -> None:
-    for chunk in chunks:
-        mine.accept(await client.submit_chunk(chunk))
 
 
 async def _until_done(
@@ -95,12 +139,12 @@ async def _next_of(frames: AsyncGenerator[WatchedFrame, None]) -> WatchedFrame:
 class _Tasks:
     """Which of a submission's tasks are this rollout's, and which of those are still open."""
 
-    __slots__ = ("_early", "_known", "_submission_id", "open")
+    __slots__ = ("_early", "_known", "open", "submission_id")
 
-    def __init__(self, first: service.SubmitTasksResponse) -> None:
-        self._submission_id = first.submission_id
-        self._known: set[str] = set(first.task_ids)
-        self.open: set[str] = set(first.task_ids)
+    def __init__(self) -> None:
+        self.submission_id = ""
+        self._known: set[str] = set()
+        self.open: set[str] = set()
         self._early: list[RolloutEvent] = []
 
     @property
@@ -108,9 +152,10 @@ class _Tasks:
         return not self.open
 
     def accept(self, reply: service.SubmitTasksResponse) -> None:
-        if reply.submission_id != self._submission_id:
+        self.submission_id = self.submission_id or reply.submission_id
+        if reply.submission_id != self.submission_id:
             raise FailedPreconditionError(
-                f"submission {self._submission_id} was drained while tasks were still being submitted under its "
+                f"submission {self.submission_id} was drained while tasks were still being submitted under its "
                 "batch_id: drain after the rollout, or use another batch_id"
             )
         self._known.update(reply.task_ids)

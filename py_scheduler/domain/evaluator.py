@@ -52,6 +52,10 @@ class Episode(Protocol):
 
     async def encode(self, text: str) -> list[int]: ...
 
+    async def observe_chat(self, messages: Sequence[ChatMessage]) -> None:
+        """Encodes a conversation and appends it to the context, with its text for the record."""
+        ...
+
     def observe(self, token_ids: Iterable[int], text: str = "") -> None:
         """Appends environment tokens (loss mask 0) to the context."""
         ...

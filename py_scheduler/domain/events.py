@@ -58,7 +58,10 @@ class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fal
 
 
 class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """An attempt is over. `samples` are final; there are none when `next_attempt_no` (0: none) will try again."""
+    """An attempt is over. `samples` are final; there are none when `next_attempt_no` (0: none) will try again.
+
+    is_counted: whether it used up a retry; the end of the server's own process does not.
+    """
 
     submission_id: str
     task_id: str
@@ -69,6 +72,7 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False
     message: str
     next_attempt_no: int
     unix_seconds: float
+    is_counted: bool = True
 
 
 class StopCause(StrEnum):
@@ -142,7 +146,13 @@ class EventRecord(msgspec.Struct, gc=False):
 def approximate_size(event: Event) -> int:
     """Bytes in memory of an event with its payload."""
     if type(event) is AttemptEnded:
-        return EVENT_BYTES + sum([10 * len(sample.trajectory) for sample in event.samples])
+        return EVENT_BYTES + sum([_sample_size(sample) for sample in event.samples])
     if type(event) is TasksAccepted:
         return sum([EVENT_BYTES + len(accepted.task.prompt) + len(accepted.task.data) for accepted in event.tasks])
     return EVENT_BYTES
+
+
+def _sample_size(sample: SampleDone) -> int:
+    trajectory = sample.trajectory
+    texts = sum([len(turn.text) for turn in trajectory.turns]) if trajectory.turns else 0
+    return 10 * len(trajectory) + texts + len(sample.error)

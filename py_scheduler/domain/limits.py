@@ -6,14 +6,15 @@ Each check yields FieldViolation with the field's path below the value that was 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.errors import FieldViolation
+from py_scheduler.domain.cascade import DATASET_CONFIG_KEY, dataset_config
+from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
     from py_scheduler.domain.task import TaskConfig
@@ -21,12 +22,19 @@ if TYPE_CHECKING:
 MAX_NAME_LENGTH = 512
 """Characters of an id, label, namespace, task type or client key."""
 MAX_REPEAT_TIMES = 65_536
+MAX_SAMPLES_PER_CALL = 500_000
+"""Planned samples of all tasks of one SubmitTasks call: taking them in holds the loop for a moment."""
+MAX_TASKS_PER_ABORT = 100_000
 MAX_RETRIES = 1_000
 MAX_DEADLINE_SECONDS = 366 * 86_400.0
 MAX_STOPS = 64
 MAX_MESSAGE_BYTES = 64 << 20
 """Of one message on the wire, unless a server or client is set to another limit."""
 MAX_TASKS_PER_CALL = 100_000
+MAX_VIOLATIONS = 20
+"""Told of one request. What a reply can carry is bounded, what can be wrong with 100 000 tasks is not."""
+MAX_WAITING_SHOWN = 100
+"""Waiting batches that one answer tells of."""
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
@@ -70,6 +78,17 @@ def name_fault(name: str, *, required: bool = True) -> str | None:
     return None if name.isprintable() else "has characters that cannot be printed"
 
 
+def check_batch_id(batch_id: object) -> Iterator[FieldViolation]:
+    """A step that is none, or a label that nobody could read."""
+    if isinstance(batch_id, str):
+        if fault := name_fault(batch_id):
+            yield FieldViolation("label", fault)
+    elif not isinstance(batch_id, int):
+        yield FieldViolation("step", f'is {type(batch_id).__name__}, must be a step (7) or a label ("7/gsm8k")')
+    elif not 0 <= batch_id <= _MAX_INT64:
+        yield FieldViolation("step", f"is {batch_id}, must be 0 or more and fit 64 bits")
+
+
 def _outside(params: object, ranges: dict[str, Range]) -> Iterator[FieldViolation]:
     for field, allowed in ranges.items():
         value = getattr(params, field)
@@ -101,6 +120,23 @@ def check_sampling(params: SamplingParams) -> Iterator[FieldViolation]:
 def check_stopping(criteria: StoppingCriteria) -> Iterator[FieldViolation]:
     """Criteria under which no episode could begin."""
     yield from _outside(criteria, _STOPPING_RANGES)
+
+
+def check_dataset_config(metadata: Mapping[str, Any], dataset: str) -> Iterator[FieldViolation]:
+    """What a task's metadata says about its data set, which `dataset` names if the metadata do not."""
+    if DATASET_CONFIG_KEY not in metadata:
+        return
+    path = f"metadata.{DATASET_CONFIG_KEY}"
+    try:
+        config = dataset_config(metadata)
+    except InvalidArgumentError as error:
+        yield from error.violations
+        return
+    label = f"data set {config.name or dataset!r}"
+    for violation in check_sampling(config.sampling):
+        yield FieldViolation(f"{path}.sampling.{violation.field}", f"{label}: {violation.description}")
+    for violation in check_stopping(config.stopping):
+        yield FieldViolation(f"{path}.stopping.{violation.field}", f"{label}: {violation.description}")
 
 
 def check_task_config(config: TaskConfig) -> Iterator[FieldViolation]:

@@ -84,7 +84,13 @@ class Journal(Protocol):
         """The first sequence that `read` can still give; one past the last when nothing is retained."""
         ...
 
-    def start(self, on_commit: Callable[[int], None]) -> None: ...
+    def start(self, on_commit: Callable[[int], None], on_failure: Callable[[Exception], None]) -> None:
+        """Called once, after what is stored has been read.
+
+        `on_failure` says that nothing can be written for now (a full disk); what was appended is kept and tried again,
+        and the next `on_commit` ends the failure.
+        """
+        ...
 
     def append(self, records: Sequence[EventRecord]) -> None: ...
 

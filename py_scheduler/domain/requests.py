@@ -107,7 +107,9 @@ class EventFrame(msgspec.Struct, frozen=True, kw_only=True):
     records: tuple[EventRecord, ...]
 
 
-class EvaluatorView(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluatorSpecView(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluator as it is configured."""
+
     evaluator_id: str
     handler: str
     resource: Resource
@@ -115,12 +117,15 @@ class EvaluatorView(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int | None
 
 
-class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationEngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """The language model in one role. error: why nothing is known of it; empty when something is."""
+
     role: str
     model_name: str
     weight_version: str
     vocab_size: int
     context_length: int
+    error: str = ""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,8 +142,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
-    evaluators: tuple[EvaluatorView, ...]
-    engines: tuple[EngineView, ...]
+    evaluators: tuple[EvaluatorSpecView, ...]
+    engines: tuple[GenerationEngineView, ...]
     nodes: tuple[NodeView, ...]
 
 

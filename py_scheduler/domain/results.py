@@ -56,6 +56,13 @@ class TaskState(StrEnum):
     ABORTED = "aborted"
 
 
+class EpisodePhase(StrEnum):
+    """Which part of an episode."""
+
+    RUN = "run"
+    EVAL = "eval"
+
+
 class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The score of one sample, and whatever the scorer wants to say about it (JSON values)."""
 
@@ -90,7 +97,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sample's terminal record; every planned sample of a task gets exactly one.
 
-    termination_reason: the agent's own. error: what was raised, if anything, in `phase` ("run" or "eval").
+    termination_reason: the agent's own. error: what was raised, if anything. phase: the EpisodePhase that raised it.
     node_ip, gpu_ids: where it ran; empty when it never did.
     """
 

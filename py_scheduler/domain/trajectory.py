@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from py_scheduler.domain.generation import Generation, LogProbKind, WeightSpan
+from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,14 +26,15 @@ ENVIRONMENT = "environment"
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens [start, end) of the trajectory, from one source: the environment or the engine role that generated
-    them.
+    them. The environment neither finishes nor has log-probs of any kind.
     """
 
     start: int
     end: int
     source: str
     text: str = ""
-    finish_reason: str = ""
+    finish_reason: FinishReason | None = None
+    log_prob_kind: LogProbKind | None = None
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -44,7 +45,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     loss_mask_bytes: bytes = b""
     turns: tuple[Turn, ...] = ()
     weight_spans: tuple[WeightSpan, ...] = ()
-    log_prob_kind: LogProbKind = LogProbKind.SAMPLED
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -53,7 +53,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def log_probs(self) -> NDArray[np.float32]:
-        """Shape (tokens,), read-only, natural logarithm; see `log_prob_kind`."""
+        """Shape (tokens,), read-only, natural logarithm; of what, each turn's `log_prob_kind` says."""
         return np.frombuffer(self.log_prob_bytes, dtype="<f4")
 
     @property
@@ -75,7 +75,7 @@ EMPTY_TRAJECTORY = Trajectory()
 class TrajectoryBuilder:
     """Appends only: what was said once is never tokenised again."""
 
-    __slots__ = ("_log_prob_kind", "_log_probs", "_loss_mask", "_spans", "_turns", "token_ids")
+    __slots__ = ("_log_probs", "_loss_mask", "_spans", "_turns", "token_ids")
 
     def __init__(self) -> None:
         self.token_ids = array("i")
@@ -83,7 +83,6 @@ class TrajectoryBuilder:
         self._loss_mask = bytearray()
         self._turns: list[Turn] = []
         self._spans: list[WeightSpan] = []
-        self._log_prob_kind = LogProbKind.SAMPLED
 
     @property
     def turns_generated(self) -> int:
@@ -92,7 +91,9 @@ class TrajectoryBuilder:
     def append_environment(self, token_ids: Iterable[int], text: str = "") -> None:
         """Tokens that the model reads but did not write: prompts, tool results."""
         # Made whole first: a faulty id raises here and leaves the arrays as they were.
-        added = array("i", token_ids)
+        added = array("i", [*token_ids])
+        if added and min(added) < 0:
+            raise ValueError(f"{min(added)} is no token id")
         start, count = len(self.token_ids), len(added)
         self.token_ids.extend(added)
         self._log_probs.frombytes(bytes(4 * count))
@@ -112,14 +113,14 @@ class TrajectoryBuilder:
         self._spans.extend(
             WeightSpan(span.version, start + span.start, start + span.end) for span in generation.weight_spans
         )
-        self._log_prob_kind = generation.log_prob_kind
         self._turns.append(
             Turn(
                 start=start,
                 end=start + count,
                 source=source,
                 text=generation.text,
-                finish_reason=generation.finish_reason.value,
+                finish_reason=generation.finish_reason,
+                log_prob_kind=generation.log_prob_kind,
             )
         )
 
@@ -132,7 +133,6 @@ class TrajectoryBuilder:
             loss_mask_bytes=bytes(self._loss_mask),
             turns=tuple(self._turns),
             weight_spans=tuple(self._spans),
-            log_prob_kind=self._log_prob_kind,
         )
 
 

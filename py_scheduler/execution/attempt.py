@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.events import AttemptRef
-from py_scheduler.domain.results import AttemptState, SampleDone
+from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, Timings
 from py_scheduler.domain.task import Task
 
 if TYPE_CHECKING:
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
     """An attempt that waits for its turn: samples [first_sample_no, first_sample_no + sample_count) of a task.
 
-    namespace, batch_key: whose it is, and its place in the order of service. queued_at: monotonic seconds.
+    submission_id, namespace, batch_key: whose it is, and its place in the order of service. queued_at: monotonic
+    seconds.
     """
 
     ref: AttemptRef
     task: Task
     first_sample_no: int
     sample_count: int
+    submission_id: str
     namespace: str
     batch_key: tuple[float, int]
     queued_at: float
@@ -43,12 +45,13 @@ class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
 
 
 class RunningAttempt:
-    """An attempt that a worker is at. Its deadlines are monotonic seconds.
+    """An attempt that a worker is at, and the sample it has come to. Its times are monotonic seconds.
 
     phase_deadline: when the present phase times out. stop_deadline: when a worker that was told to stop is given up.
     """
 
     __slots__ = (
+        "began_at",
         "evaluator",
         "gpu_ids",
         "is_over",
@@ -57,6 +60,7 @@ class RunningAttempt:
         "phase",
         "phase_deadline",
         "planned",
+        "sample_no",
         "stop_cause",
         "stop_deadline",
         "stop_reason",
@@ -65,7 +69,12 @@ class RunningAttempt:
     )
 
     def __init__(
-        self, planned: PlannedAttempt, evaluator: Evaluator, token: PlacementToken | None, worker: Worker
+        self,
+        planned: PlannedAttempt,
+        evaluator: Evaluator,
+        token: PlacementToken | None,
+        worker: Worker,
+        began_at: float,
     ) -> None:
         self.planned = planned
         self.evaluator = evaluator
@@ -73,6 +82,8 @@ class RunningAttempt:
         self.node_ip = token.node_ip if token is not None else ""
         self.gpu_ids: tuple[int, ...] = tuple(token.gpu_ids) if token is not None else ()
         self.worker = worker
+        self.began_at = began_at
+        self.sample_no = planned.first_sample_no
         self.phase = "run"
         self.phase_deadline: float | None = None
         self.stop_deadline: float | None = None
@@ -104,3 +115,18 @@ class AttemptReport(msgspec.Struct, frozen=True):
     state: AttemptState
     samples: tuple[SampleDone, ...]
     message: str = ""
+
+
+def unfinished_sample(running: RunningAttempt, outcome: Outcome, error: str) -> SampleDone:
+    """The record of the sample that an attempt was at when it was given up."""
+    return SampleDone(
+        task_id=running.ref.task_id,
+        sample_no=running.sample_no,
+        attempt_no=running.ref.attempt_no,
+        outcome=outcome,
+        error=error,
+        phase=running.phase,
+        node_ip=running.node_ip,
+        gpu_ids=running.gpu_ids,
+        timings=Timings(wait_seconds=running.began_at - running.planned.queued_at),
+    )

@@ -6,6 +6,8 @@ it fails half way.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -37,6 +39,15 @@ if TYPE_CHECKING:
     from py_scheduler.domain.task import Sample
 
 
+logger = logging.getLogger(__name__)
+
+_PARTIAL_SECONDS = 2.0
+"""How long a stopped episode waits for the tokens of the generation that it interrupts."""
+
+
+_MAX_TEXT = 1 << 20
+
+
 class EpisodeServices:
     """What all episodes of one scheduler share: the clock, the language models by role, the server's cascade level."""
 
@@ -60,6 +71,8 @@ class HandlerEpisode:
 
     __slots__ = (
         "_builder",
+        "_is_generating",
+        "_is_over",
         "_sampling",
         "_services",
         "_spec",
@@ -86,6 +99,8 @@ class HandlerEpisode:
         self.token = token
         self.phase_deadline: float | None = None
         self.generate_seconds = 0.0
+        self._is_generating = False
+        self._is_over = False
         self._builder: TrajectoryBuilder | None = None
         self._sampling: SamplingParams | None = None
         self._stopping: StoppingCriteria | None = None
@@ -136,10 +151,19 @@ class HandlerEpisode:
     async def encode(self, text: str) -> list[int]:
         return await self._engine(STUDENT).encode(text)
 
+    async def observe_chat(self, messages: Sequence[ChatMessage]) -> None:
+        text = "\n".join(f"{message.role}: {message.content}" for message in messages)
+        self.observe(await self.encode_chat(messages), text)
+
     def observe(self, token_ids: Iterable[int], text: str = "") -> None:
+        self._check_free()
+        given: object = text
+        if not isinstance(given, str) or len(given) > _MAX_TEXT:
+            raise ValueError(f"text must be a string of at most {_MAX_TEXT} characters")
         self._recorder().append_environment(token_ids, text)
 
     async def generate(self, *, role: str = STUDENT, max_new_tokens: int | None = None) -> Generation:
+        self._check_free()
         recorder = self._recorder()
         request = GenerationRequest(
             rid=f"{self._session_id}-{recorder.turns_generated}",
@@ -148,18 +172,57 @@ class HandlerEpisode:
             session_id=self._session_id,
         )
         started = self._services.clock.monotonic()
+        self._is_generating = True
         try:
-            generation = await self._engine(role).generate(request)
+            generation = await self._generate_or_abort(self._engine(role), request, role)
         except GenerationError as error:
-            if isinstance(error.partial, Generation) and error.partial.token_ids:
-                recorder.append_generation(error.partial, role)
+            self._keep(error.partial, role)
             raise
         finally:
+            self._is_generating = False
             self.generate_seconds += self._services.clock.monotonic() - started
         recorder.append_generation(generation, role)
         if generation.finish_reason is FinishReason.ABORT:
             raise GenerationAbortedError("the generation was aborted at the engine", generation)
         return generation
+
+    def close(self) -> None:
+        """What the handler left running can use the episode no more."""
+        self._is_over = True
+
+    def _check_free(self) -> None:
+        """One context grows by one turn at a time: what is added beside a generation was never seen by the model."""
+        if self._is_over:
+            raise FailedPreconditionError("this episode is over: its handler has returned")
+        if self._is_generating:
+            raise FailedPreconditionError("this episode is generating: wait for it before anything else is added")
+
+    async def _generate_or_abort(self, engine: GenerationEngine, request: GenerationRequest, role: str) -> Generation:
+        """Generates; when the episode is stopped meanwhile, asks the engine for what it has made until then.
+
+        The engine is given a moment for that. What it does not give in time is cancelled, which stops its work too.
+        """
+        flight = asyncio.ensure_future(engine.generate(request))
+        try:
+            return await asyncio.shield(flight)
+        except asyncio.CancelledError:
+            try:
+                async with asyncio.timeout(_PARTIAL_SECONDS):
+                    await engine.abort(request.rid)
+                    self._keep(await flight, role)
+            except GenerationError as error:
+                self._keep(error.partial, role)
+            except TimeoutError:
+                logger.warning("the engine gave no partial generation of %s in time", request.rid)
+            raise
+        finally:
+            if not flight.done():
+                flight.cancel()
+                await asyncio.wait([flight])
+
+    def _keep(self, partial: object, role: str) -> None:
+        if isinstance(partial, Generation) and partial.token_ids:
+            self._recorder().append_generation(partial, role)
 
     def trajectory(self) -> Trajectory:
         return self._builder.build() if self._builder else EMPTY_TRAJECTORY

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import traceback
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.results import Outcome
@@ -40,14 +42,15 @@ _QUALIFIED_NAMES: dict[str, Outcome] = {
     "docker.errors.DockerException": Outcome.INFRA_SANDBOX,
 }
 
+_MAX_CHARACTERS = 4_096
+
 _TEXTS: tuple[tuple[str, Outcome], ...] = (
-    ("context length", Outcome.CONTEXT_OVERFLOW),
-    ("timed out", Outcome.AGENT_TIMEOUT),
-    ("timeout", Outcome.AGENT_TIMEOUT),
-    ("connection", Outcome.INFRA_CONN),
+    ("connection refused", Outcome.INFRA_CONN),
+    ("connection reset", Outcome.INFRA_CONN),
+    ("connection closed", Outcome.INFRA_CONN),
     ("sandbox", Outcome.INFRA_SANDBOX),
-    ("container", Outcome.INFRA_SANDBOX),
 )
+"""For exceptions whose type says nothing. Only classes of infrastructure: words alone never blame the model."""
 
 
 def classify_abort(error: BaseException) -> Outcome:
@@ -57,7 +60,7 @@ def classify_abort(error: BaseException) -> Outcome:
         if outcome is not None:
             return outcome
     if type(error) in (RuntimeError, Exception, OSError):
-        text = str(error).lower()
+        text = _text_of(error).lower()
         for part, outcome in _TEXTS:
             if part in text:
                 return outcome
@@ -76,9 +79,21 @@ def classify_termination(score: float, termination_reason: str, solve_threshold:
 
 
 def describe(error: BaseException) -> str:
-    """One line about an exception, for reports."""
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """One line about an exception, for reports, with the file and line that raised it."""
+    text = _text_of(error)
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if len(said) > _MAX_CHARACTERS:
+        said = f"{said[:_MAX_CHARACTERS]}... ({len(said)} characters)"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{said} ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else said
+
+
+def _text_of(error: BaseException) -> str:
+    """What an exception says; nothing when even saying it fails, which is somebody else's code."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 -- an exception of a handler's own making may raise anything here
+        return ""
 
 
 def _outcome_of_type(error: BaseException) -> Outcome | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from py_scheduler.domain.results import (
     NO_REWARD,
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
     from py_scheduler.execution.evaluator import AttemptBoard
 
 logger = logging.getLogger(__name__)
+
+_MAX_DETAILS_BYTES = 1 << 20
+_MAX_LOGGED = 1_000
+_logged: set[tuple[str, str, str]] = set()
+"""Evaluator, phase and description of the failures that the log has a traceback of."""
+
+_Returned = TypeVar("_Returned", AgentResult, Reward)
 
 
 class _Play:
@@ -54,18 +63,18 @@ async def play_sample(
         await _run_then_eval(play, running, episode, spec, board, clock)
         state = AttemptState.SUCCEEDED
     except asyncio.CancelledError as cancelled:
-        if running.stop_cause is None:
-            if running.worker.task.cancelling():
-                raise
-            error = describe(cancelled) + ": raised by the handler itself"
+        if running.worker.is_closing:
+            raise
+        error = describe(cancelled) + ": raised by the handler itself"
         state = AttemptState.FAILED
-    except (KeyboardInterrupt, GeneratorExit):
+    except GeneratorExit:
         raise
-    except BaseException as raised:  # SystemExit of a handler must not end the service
+    except BaseException as raised:  # noqa: BLE001 -- no handler ends the service, by SystemExit or otherwise
         play.outcome, error, state = classify_abort(raised), describe(raised), AttemptState.FAILED
-        logger.debug("sample %s/%d raised", episode.sample.task_id, episode.sample.sample_no, exc_info=raised)
+        _log_failure(running, episode, spec, error, raised)
+    episode.close()
+    await _absorb_cancellation(running)
     if running.stop_cause is not None:
-        _absorb_cancellation(running)
         state, play.outcome, error = running.stop_cause.attempt_state, running.stop_cause.outcome, running.stop_reason
         play.reward = NO_REWARD
     return state, _sample_done(play, running, episode, error, clock.monotonic())
@@ -81,29 +90,66 @@ async def _run_then_eval(
 ) -> None:
     board.phase_begins(running, "run", spec.run_timeout_seconds)
     episode.phase_deadline = running.phase_deadline
-    result = await spec.handler.run(episode)
-    if not isinstance(result, AgentResult):
-        raise TypeError(f"{type(spec.handler).__name__}.run returned {type(result).__name__}, not AgentResult")
-    play.result = result
+    result = play.result = _checked(await spec.handler.run(episode), AgentResult, spec, "run")
     if running.stop_cause is not None:
         return
     play.eval_at = clock.monotonic()
     board.phase_begins(running, "eval", spec.eval_timeout_seconds)
     episode.phase_deadline = running.phase_deadline
-    reward = await spec.handler.eval(episode, result)
-    if not isinstance(reward, Reward):
-        raise TypeError(f"{type(spec.handler).__name__}.eval returned {type(reward).__name__}, not Reward")
+    reward = _checked(await spec.handler.eval(episode, result), Reward, spec, "eval")
     if not math.isfinite(reward.score):
         raise ValueError(f"{type(spec.handler).__name__}.eval gave the score {reward.score}")
+    if reward.details and _size(reward.details) > _MAX_DETAILS_BYTES:
+        raise ValueError(f"{type(spec.handler).__name__}.eval gave over {_MAX_DETAILS_BYTES} bytes of details")
     play.reward = reward
     play.outcome = classify_termination(reward.score, result.termination_reason, spec.solve_threshold)
 
 
-def _absorb_cancellation(running: RunningAttempt) -> None:
-    """The stop was meant for the attempt, not for its worker."""
-    task = running.worker.task
-    while task.cancelling() and not running.worker.is_closing:
-        task.uncancel()
+def _log_failure(
+    running: RunningAttempt, episode: HandlerEpisode, spec: EvaluatorSpec, error: str, raised: BaseException
+) -> None:
+    """The first of its kind with its traceback, so that a broken handler is seen but does not flood the log."""
+    kind = (spec.evaluator_id, running.phase, error)
+    level = logging.DEBUG if kind in _logged else logging.WARNING
+    if len(_logged) < _MAX_LOGGED:
+        _logged.add(kind)
+    sample = episode.sample
+    where = f"sample {sample.sample_no} of task {sample.task_id} raised in {running.phase} of {spec.evaluator_id!r}"
+    logger.log(level, "%s (later ones like it are logged at debug level)", where, exc_info=raised)
+
+
+def _checked(value: object, kind: type[_Returned], spec: EvaluatorSpec, method: str) -> _Returned:
+    """What a handler returned, if it is what it should be in every field: constructors check no types."""
+    handler = type(spec.handler).__name__
+    if not isinstance(value, kind):
+        raise TypeError(f"{handler}.{method} returned {type(value).__name__}, not {kind.__name__}")
+    try:
+        return msgspec.convert(msgspec.structs.asdict(value), kind)
+    except msgspec.ValidationError as error:
+        raise TypeError(f"{handler}.{method} returned a {kind.__name__} that is not one: {error}") from error
+
+
+def _size(details: dict[str, object]) -> int:
+    """Bytes on the wire; what cannot be encoded is replaced there, and small."""
+    try:
+        return len(msgspec.json.encode(details))
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        return 0
+
+
+async def _absorb_cancellation(running: RunningAttempt) -> None:
+    """A stop is meant for the attempt, not for its worker; nor may a handler end the worker by cancelling its task."""
+    worker = running.worker
+    if not worker.task.cancelling() or worker.is_closing:
+        return
+    try:
+        # One that was asked for and has not been delivered would strike the next sample.
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        if worker.is_closing:
+            raise
+    while worker.task.cancelling():
+        worker.task.uncancel()
 
 
 def _sample_done(play: _Play, running: RunningAttempt, episode: HandlerEpisode, error: str, now: float) -> SampleDone:

@@ -100,16 +100,17 @@ class WorkerPool:
             self._wake_one()
 
     async def close(self, grace_seconds: float) -> int:
-        """Ends all workers; how many did not end within the grace."""
-        tasks = []
-        for worker in self._workers | self._abandoned:
+        """Ends all workers; how many did not end within the grace.
+
+        What was abandoned has had its grace before, and is told once more but not waited for.
+        """
+        workers = self._workers | self._abandoned
+        for worker in workers:
             worker.is_closing = True
             worker.task.cancel()
-            tasks.append(worker.task)
-        if not tasks:
-            return 0
-        _, still_running = await asyncio.wait(tasks, timeout=grace_seconds)
-        return len(still_running)
+        if self._workers:
+            await asyncio.wait([worker.task for worker in self._workers], timeout=grace_seconds)
+        return sum(not worker.task.done() for worker in workers)
 
     def _wake_one(self) -> None:
         if self._is_waking:
@@ -121,18 +122,20 @@ class WorkerPool:
                 self._is_waking = True
                 return
         if len(self._workers) < self._max_workers:
+            self._is_waking = True
             worker = Worker(self)
             self._workers.add(worker)
             worker.task.add_done_callback(lambda task: self._ended(worker, task))
-            self._is_waking = True
 
     def _ended(self, worker: Worker, task: asyncio.Task[None]) -> None:
         self._workers.discard(worker)
         self._abandoned.discard(worker)
-        error = None if task.cancelled() else task.exception()
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if worker.is_closing:
+            return
         if error is not None:
             logger.error("a worker crashed", exc_info=error)
             self._on_crash(worker, error)
-        if self._slots and not worker.is_closing:
+        if self._slots:
             self._is_waking = False
             self._wake_one()

@@ -187,8 +187,7 @@ class ReasoningGymAgent(BaseAgent):
         problem = read_problem(episode.sample.task)
         question, examples = await self._in_thread(self._problems.prompt, problem, self._example_count)
         messages = self._conversation(question, examples)
-        token_ids = await episode.encode_chat(messages)
-        episode.observe(token_ids, "\n".join(f"{message.role}: {message.content}" for message in messages))
+        await episode.observe_chat(messages)
         generation = await episode.generate()
         cut = generation.finish_reason is FinishReason.LENGTH
         return AgentResult(

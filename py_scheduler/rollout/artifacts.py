@@ -68,10 +68,17 @@ def _schema(pa: Any) -> Any:
             "token_ids": pa.list_(pa.int32()),
             "log_probs": pa.list_(pa.float32()),
             "loss_mask": pa.list_(pa.uint8()),
-            "log_prob_kind": pa.string(),
             "weight_spans": pa.list_(pa.struct({"version": pa.string(), "start": position, "end": position})),
             "turns": pa.list_(
-                pa.struct({"start": position, "end": position, "source": pa.string(), "finish_reason": pa.string()})
+                pa.struct(
+                    {
+                        "start": position,
+                        "end": position,
+                        "source": pa.string(),
+                        "finish_reason": pa.string(),
+                        "log_prob_kind": pa.string(),
+                    }
+                )
             ),
             "termination_reason": pa.string(),
             "error": pa.string(),
@@ -103,7 +110,6 @@ def _row(sample: SampleDone, task: Task | None) -> dict[str, Any]:
         "token_ids": trajectory.token_ids,
         "log_probs": trajectory.log_probs,
         "loss_mask": trajectory.loss_mask,
-        "log_prob_kind": trajectory.log_prob_kind.value,
         "weight_spans": [msgspec.structs.asdict(span) for span in trajectory.weight_spans],
         "turns": [msgspec.structs.asdict(turn) for turn in trajectory.turns],
         "termination_reason": sample.termination_reason,

@@ -1,8 +1,8 @@
-"""Lets waiting batches in, in order, as far as there is room. Wakes on events and never polls.
+"""Lets waiting batches and outside claims in, in order, as far as there is room. Wakes on events and never polls.
 
 Invariants
-  1. A batch runs with a lease that holds all of its tokens (none when there is no pool), or it waits.
-  2. Whatever could make room or add a batch calls `wake`.
+  1. A batch runs with a lease that holds all of its tokens (none when there is no pool), or it waits. So does a claim.
+  2. Whatever could make room, add an entry or take one out wakes the loop.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING
 from py_scheduler.domain.requests import WaitingBatch
 from py_scheduler.placement import PlacementPool, tokens_in_budget
 from py_scheduler.scheduler.commands import LeaseAttempts
-from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyQueue
+from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyClaim, ReadyQueue
+from py_scheduler.scheduler.task_explanation import TaskExplainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import AttemptRef
+    from py_scheduler.domain.explanations import TaskExplanation
+    from py_scheduler.domain.leases import PlacementDemand
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.resources import PlacementToken, Resource
     from py_scheduler.execution.attempt import PlannedAttempt
+    from py_scheduler.placement import Lease
+    from py_scheduler.scheduler.ready_queue import ReadyEntry
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
 
@@ -51,6 +56,8 @@ class Admission:
         self._queue = ReadyQueue(settings.max_bypass)
         self._wake = asyncio.Event()
         self._slots_out = 0
+        self._stranded_tokens = 0
+        self._may_hold_ended = False
         self._demands: dict[str, Resource] = {}
         """What a sample of each evaluator holds: always the same object, which the pool has converted already."""
         self.is_stopped = False
@@ -60,17 +67,43 @@ class Admission:
         self._queue.push(spec, attempts, self._clock.monotonic())
         self._wake.set()
 
+    def claim(
+        self, batch_key: tuple[float, int], demand: PlacementDemand, tokens: int, grant: Callable[[Lease], None]
+    ) -> ReadyClaim:
+        """Adds a claim from outside, and grants it before this returns if it fits and nothing holds it back."""
+        entry = self._queue.push_claim(batch_key, demand, tokens, grant, self._clock.monotonic())
+        if self._admit_for_one_turn():
+            self._wake.set()
+        return entry
+
+    def withdraw(self, entry: ReadyClaim) -> None:
+        """Takes out a claim that waits no longer: what it held back may go on."""
+        self._queue.remove(entry)
+        self._wake.set()
+
+    def room_is_stranded(self, tokens: int) -> None:
+        """So many tokens are held by handlers that do not stop.
+
+        A batch that needs their room waits for something that may never come: it holds nobody back meanwhile.
+        """
+        self._stranded_tokens = tokens
+        self._queue.holds_back = tokens == 0
+        self._wake.set()
+
     def slot_returned(self) -> None:
         """A slot is free again, and its token has been given back."""
         self._slots_out -= 1
+        self.room_returned()
+
+    def room_returned(self) -> None:
+        """Something was given back to the pool."""
         self._queue.unblock()
         self._wake.set()
 
-    def prune(self) -> None:
-        """Forgets attempts that the ledger has ended while they waited."""
-        ledger = self._recorder.ledger
-        self._queue.prune(lambda attempt: ledger.is_waiting(attempt.ref))
-        self._wake.set()
+    def attempts_were_ended(self) -> None:
+        """The ledger has ended attempts that waited: they are left out from now on, and hold nothing back."""
+        self._may_hold_ended = True
+        self.room_returned()
 
     def stop(self) -> None:
         """Lets nothing in any more; what waits goes on waiting."""
@@ -95,11 +128,16 @@ class Admission:
         turn_ends = time.monotonic() + _TURN_SECONDS
         leased: list[AttemptRef] = []
         may_be_more = False
-        while not self.is_stopped and self._slots_out < self._max_slots:
+        while not self.is_stopped and (self._slots_out < self._max_slots or self._queue.claims):
             entry = self._queue.offer()
             if entry is None:
+                self._may_hold_ended = self._may_hold_ended and len(self._queue) > 0
                 break
-            if self._admit(entry):
+            if isinstance(entry, ReadyBatch) and not self._has_live_attempts(entry):
+                self._queue.drop(entry)
+            elif not self._admit(entry):
+                self._queue.refuse(entry)
+            elif isinstance(entry, ReadyBatch):
                 leased.extend([attempt.ref for attempt in entry.attempts])
             if time.monotonic() >= turn_ends:
                 may_be_more = True
@@ -108,38 +146,68 @@ class Admission:
             self._recorder.record(LeaseAttempts(tuple(leased)), "")
         return may_be_more
 
-    def _admit(self, entry: ReadyBatch) -> bool:
+    def _has_live_attempts(self, entry: ReadyBatch) -> bool:
+        if self._may_hold_ended:
+            ledger = self._recorder.ledger
+            live = [attempt for attempt in entry.attempts if ledger.is_waiting(attempt.ref)]
+            if not live:
+                return False
+            entry.attempts = live
+        return True
+
+    def _admit(self, entry: ReadyEntry) -> bool:
+        if isinstance(entry, ReadyClaim):
+            return self._grant(entry)
+        assert isinstance(entry, ReadyBatch)
         tokens = self._tokens_for(entry.spec, len(entry.attempts))
         if tokens is None:
-            self._queue.refuse(entry)
             return False
         self._queue.admit(entry)
         self._slots_out += len(tokens)
         self._launch(entry.spec, entry.attempts, tokens)
         return True
 
+    def _grant(self, entry: ReadyClaim) -> bool:
+        assert self._pool is not None, "without a pool nobody can claim"
+        lease = self._pool.try_acquire_batch(entry.budget, entry.per_sample, entry.tokens)
+        if lease is None:
+            return False
+        self._queue.admit(entry)
+        entry.grant(lease)
+        return True
+
     def _tokens_for(self, spec: EvaluatorSpec, count: int) -> Sequence[PlacementToken | None] | None:
-        if self._pool is None:
-            return [None] * min(count, spec.resource.concurrency, self._max_slots)
         demand = self._demands.get(spec.evaluator_id)
         if demand is None:
             demand = self._demands[spec.evaluator_id] = spec.sample_resource
+        count = min(count, self._max_slots)
+        if self._slots_are_short(spec, count):
+            return None
+        if self._pool is None:
+            return [None] * min(count, spec.resource.concurrency)
         lease = self._pool.try_acquire_batch(spec.resource, demand, count)
         return None if lease is None else lease.tokens
 
+    def _slots_are_short(self, spec: EvaluatorSpec, count: int) -> bool:
+        room = self._max_slots - self._slots_out
+        return room < count and room < min(
+            count, self._max_slots, tokens_in_budget(spec.resource, spec.sample_resource)
+        )
+
     # Why does it wait?
 
-    def waiting(self, wanted: Callable[[PlannedAttempt], bool], limit: int) -> list[WaitingBatch]:
-        """The waiting batches that hold a wanted attempt, in order, each with its reason."""
+    def waiting(self, submission_id: str, limit: int) -> list[WaitingBatch]:
+        """The waiting batches of a submission, in order, each with its reason."""
+        ledger, now = self._recorder.ledger, self._clock.monotonic()
         found: list[WaitingBatch] = []
-        for place, entry in enumerate(self._queue):
-            task_ids = dict.fromkeys(attempt.ref.task_id for attempt in entry.attempts if wanted(attempt))
-            if task_ids:
+        for entry in self._queue.batches_of(submission_id):
+            live = [attempt.ref for attempt in entry.attempts if ledger.is_waiting(attempt.ref)]
+            if live:
                 found.append(
                     WaitingBatch(
-                        task_ids=tuple(task_ids),
-                        reason=self._reason(entry, place),
-                        waiting_seconds=self._clock.monotonic() - entry.queued_at,
+                        task_ids=tuple(dict.fromkeys(ref.task_id for ref in live)),
+                        reason=self._reason(entry),
+                        waiting_seconds=now - entry.queued_at,
                         bypassed=entry.bypassed,
                     )
                 )
@@ -147,19 +215,40 @@ class Admission:
                     break
         return found
 
-    def _reason(self, entry: ReadyBatch, place: int) -> str:
+    def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
+        """How a task stands, and why it waits if it does. Raises NotFoundError."""
+        explainer = TaskExplainer(
+            self._queue,
+            self._pool,
+            self._recorder.ledger,
+            now=self._clock.monotonic(),
+            max_slots=self._max_slots,
+            reason_of=self._reason,
+        )
+        return explainer.explain(task_id, namespace)
+
+    def why_pending(self, entry: ReadyClaim) -> str:
+        """Why a claim in the queue is not granted."""
+        return self._reason(entry, self._queue.place_of(entry))
+
+    def _reason(self, entry: ReadyEntry, place: int | None = None) -> str:
         if self.is_stopped:
             return "the server is shutting down and admits nothing"
-        if self._slots_out >= self._max_slots:
+        if isinstance(entry, ReadyBatch) and self._slots_are_short(entry.spec, len(entry.attempts)):
             return f"max_running_samples ({self._max_slots}) are running"
         if self._pool is not None and self._queue.is_blocked(entry):
-            return _why_blocked(self._pool, entry)
-        return f"{place} batches are ahead of it"
+            stranded = f"; {self._stranded_tokens} tokens are held by handlers that do not stop"
+            return _why_blocked(self._pool, entry) + (stranded if self._stranded_tokens else "")
+        return "its turn has not come" if place is None else f"{place} batches are ahead of it"
 
 
-def _why_blocked(pool: PlacementPool, entry: ReadyBatch) -> str:
-    spec = entry.spec
-    wanted = min(tokens_in_budget(spec.resource, spec.sample_resource), len(entry.attempts))
-    explanation = pool.explain(spec.sample_resource, wanted)
+def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
+    if isinstance(entry, ReadyClaim):
+        demand, wanted = entry.per_sample, entry.tokens
+    else:
+        assert isinstance(entry, ReadyBatch)
+        demand = entry.spec.sample_resource
+        wanted = min(tokens_in_budget(entry.spec.resource, demand), len(entry.attempts))
+    explanation = pool.explain(demand, wanted)
     short = ", ".join(f"{what} on {nodes} nodes" for what, nodes in explanation.shortages)
     return f"needs {wanted} tokens at once, {explanation.free_tokens} are free; short of {short or 'nothing any more'}"

@@ -38,12 +38,23 @@ class StartAttempt(msgspec.Struct, frozen=True, gc=False):
 
 
 class EndAttempt(msgspec.Struct, frozen=True, gc=False):
-    """An attempt is over. `samples` may be fewer than the SubTask has: the ledger fills in the rest."""
+    """An attempt is over. `samples` may be fewer than the SubTask has: the ledger fills in the rest.
+
+    is_stop_confirmed: False when its handler may still be at work; no other attempt is started beside it then.
+    """
 
     ref: AttemptRef
     state: AttemptState
     samples: tuple[SampleDone, ...]
     message: str
+    unix_seconds: float
+    is_stop_confirmed: bool = True
+
+
+class InterruptAttempt(msgspec.Struct, frozen=True, gc=False):
+    """The server ended while an attempt was under way; found at its next start. Uses up no retry."""
+
+    ref: AttemptRef
     unix_seconds: float
 
 
@@ -57,4 +68,4 @@ class StopTasks(msgspec.Struct, frozen=True, gc=False):
     unix_seconds: float
 
 
-Command = AcceptTasks | LeaseAttempts | StartAttempt | EndAttempt | StopTasks
+Command = AcceptTasks | LeaseAttempts | StartAttempt | EndAttempt | InterruptAttempt | StopTasks

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Self
 from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.domain.events import AbortRequested, StopCause, TasksAccepted
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+from py_scheduler.domain.limits import MAX_WAITING_SHOWN
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
-    EngineView,
-    EvaluatorView,
+    EvaluatorSpecView,
     EventFilter,
     EventFrame,
-    NodeView,
+    GenerationEngineView,
     ServerInfo,
     SubmissionSelector,
     SubmissionView,
@@ -41,25 +41,29 @@ from py_scheduler.scheduler.admission import Admission
 from py_scheduler.scheduler.commands import AcceptTasks, StopTasks
 from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.event_log import EventLog
-from py_scheduler.scheduler.intake import Intake, request_digest
+from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attempts
+from py_scheduler.scheduler.lease_desk import LeaseDesk, node_view
 from py_scheduler.scheduler.ledger import Ledger
 from py_scheduler.scheduler.recorder import Recorder
+from py_scheduler.scheduler.restore import fold, interrupt_running, open_batches
 from py_scheduler.scheduler.settings import EngineSettings
-from py_scheduler.scheduler.supervisor import Supervisor
+from py_scheduler.scheduler.supervisor import EVERYTHING, Concerned, Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
+    from py_scheduler.domain.task import Task
     from py_scheduler.execution.attempt import PlannedAttempt
-    from py_scheduler.placement import NodeUsage, PlacementPool
-    from py_scheduler.scheduler.records import SubmissionRecord
+    from py_scheduler.placement import PlacementPool
+    from py_scheduler.scheduler.records import SubmissionRecord, TaskRecord
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAITING_SHOWN = 100
 _RETRY_AFTER_SECONDS = 1.0
+_NO_MODEL_INFO = "the engine does not answer: the server's log says why"
 
 
 class TaskDeadline:
@@ -104,13 +108,17 @@ class Engine:
         self._event_log = EventLog(journal)
         self._recorder = Recorder(self._ledger, self._event_log)
         services = EpisodeServices(clock, generation_engines, default_sampling, default_stopping)
-        self._supervisor = Supervisor(self._recorder, services, settings, self._requeue, self._slot_returned)
+        self._supervisor = Supervisor(
+            self._recorder, services, settings, self._requeue, self._slot_returned, self._room_is_stranded
+        )
         self._admission = Admission(pool, self._recorder, clock, settings, self._supervisor.launch)
+        self.leases = LeaseDesk(pool, self._admission, clock, settings)
         self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._event_log.start()
+        self._exit.push_async_callback(self._journal.close)
+        await self._restore()
         tasks = await self._exit.enter_async_context(asyncio.TaskGroup())
         resident = tasks.create_task(self._admission.run(), name="admission")
         self._exit.callback(resident.cancel)
@@ -118,11 +126,20 @@ class Engine:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._admission.stop()
+        self.leases.close()
         self._task_deadlines.clear()
         self.stranded_workers = await self._supervisor.close()
-        self._event_log.flush()
+        self._event_log.close()
         await self._exit.aclose()
-        await self._journal.close()
+
+    async def _restore(self) -> None:
+        await fold(self._journal, self._ledger)
+        self._event_log.start(self._ledger.last_sequence)
+        interrupt_running(self._recorder, self._clock)
+        for submission in self._ledger.open_submissions():
+            self._arm_deadlines(submission.open_tasks.values())
+        for spec, attempts in open_batches(self._ledger, self._intake, self._clock.monotonic()):
+            self._admission.enqueue(spec, attempts)
 
     stranded_workers = 0
     """After the exit: workers whose handlers would not end; only the end of the process stops them."""
@@ -139,14 +156,16 @@ class Engine:
         digest = request_digest(request)
         key = request.key
         if self._ledger.request(key.namespace, request.request_id) is None:
-            self._check_room(len(request.tasks))
+            self._event_log.check_writable()
+            self._check_room(request.tasks)
         accept = AcceptTasks(
             request.request_id, digest, key, request.tasks, f"s{os.urandom(8).hex()}", self._clock.unix_time()
         )
         for event in self._recorder.record(accept, key.namespace):
             if type(event) is TasksAccepted:
-                self._arm_deadlines(event)
-                for spec, attempts in self._intake.attempts(plan, event, self._clock.monotonic()):
+                records = [self._ledger.open_task(accepted.task_id) for accepted in event.tasks]
+                self._arm_deadlines(records)
+                for spec, attempts in waiting_attempts(plan, records, self._clock.monotonic()):
                     self._admission.enqueue(spec, attempts)
         answered = self._ledger.request(key.namespace, request.request_id)
         assert answered is not None
@@ -158,24 +177,30 @@ class Engine:
             before_sequence=answered.before_sequence,
         )
 
-    def _check_room(self, count: int) -> None:
+    def _check_room(self, tasks: Sequence[Task]) -> None:
         if self._admission.is_stopped:
             raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
-        limit = self._settings.max_queued_tasks
-        if self._ledger.open_tasks + count > limit:
-            raise ResourceExhaustedError(
-                f"{self._ledger.open_tasks} tasks are open, {count} more would exceed max_queued_tasks ({limit}):"
-                " wait for some to finish",
-                _RETRY_AFTER_SECONDS,
-            )
+        ledger, settings = self._ledger, self._settings
+        samples = sum([task.config.repeat_times for task in tasks])
+        for what, are_open, more, limit in (
+            ("tasks", ledger.open_tasks, len(tasks), settings.max_queued_tasks),
+            ("samples", ledger.open_samples, samples, settings.max_queued_samples),
+        ):
+            if are_open + more > limit:
+                raise ResourceExhaustedError(
+                    f"{are_open} {what} are open, {more} more would exceed max_queued_{what} ({limit}):"
+                    " wait for some to finish",
+                    _RETRY_AFTER_SECONDS,
+                )
 
-    def _arm_deadlines(self, accepted: TasksAccepted) -> None:
-        now = self._clock.monotonic()
-        for task in accepted.tasks:
-            seconds = task.task.config.task_deadline_seconds
+    def _arm_deadlines(self, records: Iterable[TaskRecord]) -> None:
+        now, unix_now = self._clock.monotonic(), self._clock.unix_time()
+        for record in records:
+            seconds = record.task.config.task_deadline_seconds
             if seconds is not None:
-                deadline = TaskDeadline(self._ledger, accepted.submission_id, task.task_id, seconds)
-                self._task_deadlines.add(now + seconds, deadline)
+                elapsed = max(0.0, unix_now - record.accepted_unix_seconds)
+                deadline = TaskDeadline(self._ledger, record.submission.submission_id, record.task_id, seconds)
+                self._task_deadlines.add(now + seconds - elapsed, deadline)
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         self._admission.enqueue(spec, attempts)
@@ -183,24 +208,29 @@ class Engine:
     def _slot_returned(self) -> None:
         self._admission.slot_returned()
 
+    def _room_is_stranded(self, tokens: int) -> None:
+        self._admission.room_is_stranded(tokens)
+
     # Stops
 
     async def abort(self, request: AbortRequest) -> AbortReply:
-        """Stops a submission or some of its tasks. Raises NotFoundError."""
+        """Stops a submission or some of its tasks. Raises NotFoundError, also for a task that it never had."""
         submission = self._find(request.selector)
+        for task_id in request.task_ids:
+            if not submission.has_had(task_id):
+                raise NotFoundError(f"submission {submission.submission_id!r} has no task {task_id!r}")
         asked = self._stop_tasks(
             submission, request.task_ids, StopCause.REQUEST, request.reason or "aborted on request"
         )
         await self._event_log.wait_committed(self._ledger.last_sequence)
-        task_ids = frozenset(request.task_ids or asked or submission.open_tasks)
+        concerned = Concerned(submission.submission_id, frozenset(request.task_ids))
         if request.wait:
             try:
                 async with asyncio.timeout(request.timeout_seconds):
-                    await self._supervisor.wait_stopped(task_ids)
+                    await self._supervisor.wait_stopped(concerned)
             except TimeoutError:
                 pass
-        running, stranded = self._supervisor.unconfirmed(task_ids)
-        return AbortReply(aborted_tasks=len(asked), still_stopping=tuple(dict.fromkeys(running + stranded)))
+        return AbortReply(aborted_tasks=len(asked), still_stopping=self._supervisor.unconfirmed(concerned))
 
     def _on_task_deadline(self, deadline: TaskDeadline, _when: float) -> None:
         submission = self._ledger.submission(deadline.submission_id)
@@ -220,7 +250,7 @@ class Engine:
         for task_id in asked:
             self._supervisor.stop(self._ledger.running_attempts(task_id), cause, reason)
         if asked:
-            self._admission.prune()
+            self._admission.attempts_were_ended()
         return asked
 
     async def drain(self, grace_seconds: float) -> None:
@@ -229,16 +259,17 @@ class Engine:
         What is still open then goes on after a restart if the journal is durable; otherwise it ends here, ABORTED.
         """
         self._admission.stop()
+        self.leases.stop()
         self._supervisor.is_draining = True
         try:
             async with asyncio.timeout(grace_seconds):
-                await self._supervisor.wait_stopped()
+                await self._supervisor.wait_stopped(EVERYTHING)
         except TimeoutError:
             logger.warning("samples were still running after %g s of draining", grace_seconds)
         if not self._journal.is_durable:
             for submission in self._ledger.open_submissions():
                 self._stop_tasks(submission, (), StopCause.SHUTDOWN, "the server is shutting down")
-            await self._supervisor.wait_stopped()
+            await self._supervisor.wait_stopped(EVERYTHING)
         self._event_log.flush()
 
     # Questions
@@ -246,6 +277,11 @@ class Engine:
     @property
     def store_epoch(self) -> bytes:
         return self._journal.store_epoch
+
+    @property
+    def oldest_sequence(self) -> int:
+        """Of the first event that can still be watched."""
+        return self._journal.oldest_sequence
 
     @property
     def last_sequence(self) -> int:
@@ -262,7 +298,7 @@ class Engine:
     def submission(self, selector: SubmissionSelector) -> SubmissionView:
         """How a submission stands, and why what waits is waiting. Raises NotFoundError."""
         record = self._find(selector)
-        waiting = self._admission.waiting(lambda attempt: attempt.ref.task_id in record.open_tasks, _MAX_WAITING_SHOWN)
+        waiting = self._admission.waiting(record.submission_id, MAX_WAITING_SHOWN)
         attempts, done = record.attempts_in, record.done_tasks
         return SubmissionView(
             submission_id=record.submission_id,
@@ -278,13 +314,17 @@ class Engine:
             waiting=tuple(waiting),
         )
 
+    def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
+        """How a task stands; if it waits, what is short where and who is ahead of it. Raises NotFoundError."""
+        return self._admission.explain_task(task_id, namespace)
+
     async def server_info(self, version: str) -> ServerInfo:
         """What this scheduler is made of. Engines that do not answer are shown without a model."""
         return ServerInfo(
             version=version,
             evaluators=tuple(_evaluator_view(spec) for spec in self._intake.specs.values()),
             engines=tuple([await _engine_view(role, engine) for role, engine in self._generation_engines.items()]),
-            nodes=tuple(map(_node_view, self._pool.nodes())) if self._pool is not None else (),
+            nodes=tuple(map(node_view, self._pool.nodes())) if self._pool is not None else (),
         )
 
     def _find(self, selector: SubmissionSelector) -> SubmissionRecord:
@@ -303,9 +343,9 @@ class Engine:
         return record
 
 
-def _evaluator_view(spec: EvaluatorSpec) -> EvaluatorView:
+def _evaluator_view(spec: EvaluatorSpec) -> EvaluatorSpecView:
     handler = type(spec.handler)
-    return EvaluatorView(
+    return EvaluatorSpecView(
         evaluator_id=spec.evaluator_id,
         handler=f"{handler.__module__}:{handler.__qualname__}",
         resource=spec.resource,
@@ -314,25 +354,16 @@ def _evaluator_view(spec: EvaluatorSpec) -> EvaluatorView:
     )
 
 
-def _node_view(node: NodeUsage) -> NodeView:
-    return NodeView(
-        node_ip=node.node_ip,
-        gpu_ids=tuple(node.gpu_ids),
-        cpu=node.cpu,
-        memory_gb=node.memory_gb,
-        free_gpus=tuple(node.gpu_free),
-        free_cpu=node.cpu_free,
-        free_memory_gb=node.memory_gb_free,
-    )
-
-
-async def _engine_view(role: str, engine: GenerationEngine) -> EngineView:
-
+async def _engine_view(role: str, engine: GenerationEngine) -> GenerationEngineView:
     try:
         info = await engine.model_info()
     except GenerationError as error:
-        return EngineView(role=role, model_name=f"({error})", weight_version="", vocab_size=0, context_length=0)
-    return EngineView(
+        # Its text holds addresses that are none of a client's business; the log has it.
+        logger.warning("the engine in role %s does not say what it serves: %s", role, error)
+        return GenerationEngineView(
+            role=role, model_name="", weight_version="", vocab_size=0, context_length=0, error=_NO_MODEL_INFO
+        )
+    return GenerationEngineView(
         role=role,
         model_name=info.name,
         weight_version=info.weight_version,

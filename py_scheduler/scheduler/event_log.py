@@ -20,7 +20,7 @@ from py_scheduler.domain.events import (
     TasksAccepted,
 )
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
-from py_scheduler.errors import CursorExpiredError, InvalidArgumentError
+from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, ResourceExhaustedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -36,33 +36,43 @@ KIND_OF_EVENT: dict[type, EventKind] = {
 }
 
 _TAIL_EVENTS = 65_536
+_TAIL_BYTES = 64 << 20
 _FRAME_EVENTS = 512
 _FRAME_BYTES = 1 << 20
 _FRAME_SCAN = 8_192
 """Events looked at for one frame: a filter that drops nearly all still lets the loop breathe and the cursor advance."""
 _IDLE_FRAME_SECONDS = 5.0
+_RETRY_AFTER_SECONDS = 1.0
 
 
 class EventLog:
-    """The committed events' newest part, and who waits for more. `listeners` are called with each committed record."""
+    """The committed events' newest part, and who waits for more."""
 
-    def __init__(self, journal: Journal, last_sequence: int = 0) -> None:
+    def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._outbox: list[EventRecord] = []
         self._flush_is_due = False
         self._uncommitted: list[EventRecord] = []
         self._tail: list[EventRecord] = []
+        self._tail_bytes = 0
         self._news = asyncio.Event()
-        self.committed_sequence = last_sequence
-        self.listeners: list[Callable[[EventRecord], None]] = []
+        self._is_closed = False
+        self._appended_sequence = 0
+        self.committed_sequence = 0
+        self.failure: Exception | None = None
+        """Why the journal takes nothing for now; None while it does."""
 
-    def start(self) -> None:
-        self._journal.start(self._on_commit)
+    def start(self, last_sequence: int) -> None:
+        """Goes on after the events that the journal holds already."""
+        self._appended_sequence = self.committed_sequence = last_sequence
+        self._journal.start(self._on_commit, self._on_failure)
 
     # Writing
 
     def append(self, record: EventRecord) -> None:
         """Takes the next record; all records of one turn of the event loop go to the journal together."""
+        assert record.sequence == self._appended_sequence + 1, "a hole in the sequence would never be noticed later"
+        self._appended_sequence = record.sequence
         self._outbox.append(record)
         if not self._flush_is_due:
             self._flush_is_due = True
@@ -77,25 +87,53 @@ class EventLog:
             self._journal.append(records)
 
     async def wait_committed(self, sequence: int) -> None:
-        """Returns once everything up to `sequence` survives a crash."""
+        """Returns once everything up to `sequence` survives a crash. Raises what `check_writable` raises."""
         self.flush()
         while self.committed_sequence < sequence:
+            self.check_writable()
             await self._news.wait()
 
+    def check_writable(self) -> None:
+        """Raises ResourceExhaustedError while the journal cannot write."""
+        if self.failure is not None:
+            raise ResourceExhaustedError(
+                "the journal cannot be written for now: send the same request again later", _RETRY_AFTER_SECONDS
+            ) from self.failure
+
+    def _on_failure(self, error: Exception) -> None:
+        """The journal keeps what it was given and goes on trying; its next commit says that it can write again."""
+        self.failure = error
+        self._tell()
+
     def _on_commit(self, through_sequence: int) -> None:
+        self.failure = None
         count = through_sequence - self.committed_sequence
         committed, self._uncommitted = self._uncommitted[:count], self._uncommitted[count:]
         self.committed_sequence = through_sequence
         self._tail.extend(committed)
-        if len(self._tail) > 2 * _TAIL_EVENTS:
-            for record in self._tail[:-_TAIL_EVENTS]:
-                record.encoded = None
-            del self._tail[:-_TAIL_EVENTS]
+        self._tail_bytes += sum([record.size for record in committed])
+        if len(self._tail) > 2 * _TAIL_EVENTS or self._tail_bytes > 2 * _TAIL_BYTES:
+            self._cut_tail()
+        self._tell()
+
+    def _cut_tail(self) -> None:
+        """Halves the tail at least; what is cut off keeps no encoded form."""
+        tail, cut = self._tail, 0
+        while len(tail) - cut > _TAIL_EVENTS or (self._tail_bytes > _TAIL_BYTES and cut < len(tail)):
+            self._tail_bytes -= tail[cut].size
+            tail[cut].encoded = None
+            cut += 1
+        del tail[:cut]
+
+    def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
-        for listener in self.listeners:
-            for record in committed:
-                listener(record)
+
+    def close(self) -> None:
+        """Ends all watches once they have given what is committed."""
+        self.flush()
+        self._is_closed = True
+        self._tell()
 
     # Reading
 
@@ -113,7 +151,7 @@ class EventLog:
         return after_sequence
 
     async def watch(self, event_filter: EventFilter, after_sequence: int | None) -> AsyncIterator[EventFrame]:
-        """Frames from the cursor on, for ever. The first comes at once, be it empty."""
+        """Frames from the cursor on, until the log is closed. The first comes at once, be it empty."""
         told = position = self.check_cursor(after_sequence)
         matches = _matcher(event_filter)
         frame_is_due = True
@@ -123,10 +161,21 @@ class EventLog:
             if records or frame_is_due:
                 yield EventFrame(after_sequence=told, through_sequence=position, records=tuple(records))
                 told, frame_is_due = position, False
+                self._forget_encoded(records)
             elif position < self.committed_sequence:
                 await asyncio.sleep(0)  # A filter that drops nearly everything must not hold the loop.
+            elif self._is_closed:
+                return
             else:
                 frame_is_due = await _idle(news, something_to_tell=told < position)
+
+    def _forget_encoded(self, records: list[EventRecord]) -> None:
+        """What was read back from the journal is not kept in its encoded form too."""
+        oldest_in_tail = self._tail[0].sequence if self._tail else self.committed_sequence + 1
+        for record in records:
+            if record.sequence >= oldest_in_tail:
+                break
+            record.encoded = None
 
     async def _read(self, after: int, matches: Callable[[EventRecord], bool]) -> tuple[list[EventRecord], int]:
         records: list[EventRecord] = []

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.batching import BatchingStrategy, fifo_batching
-from py_scheduler.domain.cascade import dataset_config
 from py_scheduler.domain.events import AttemptRef
-from py_scheduler.domain.limits import check_task_config, name_fault
-from py_scheduler.domain.task import sort_batch_id
+from py_scheduler.domain.limits import (
+    MAX_SAMPLES_PER_CALL,
+    MAX_VIOLATIONS,
+    check_batch_id,
+    check_dataset_config,
+    check_task_config,
+    name_fault,
+)
+from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import FieldViolation, InvalidArgumentError, SchedulerError
 from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.placement import check_deadlock
@@ -24,14 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.events import AcceptedTask, TasksAccepted
     from py_scheduler.domain.requests import SubmitRequest
     from py_scheduler.domain.task import Batch, Task
     from py_scheduler.placement import PlacementPool
+    from py_scheduler.scheduler.records import TaskRecord
 
 logger = logging.getLogger(__name__)
-
-_MAX_VIOLATIONS = 20
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -52,6 +56,9 @@ class Intake:
         self._specs = {spec.evaluator_id: spec for spec in specs}
         if len(self._specs) != len(specs):
             raise InvalidArgumentError("two evaluators have the same evaluator_id", "specs")
+        for spec in specs:
+            # A spec of which not even one sample fits will fail each submit: say so before there is one.
+            _check_fits(pool, spec, 1)
         self._fallback = specs[0]
         self._pool = pool
         self._batching_strategy = batching_strategy
@@ -66,41 +73,19 @@ class Intake:
         admitted.
         """
         check_request(request)
-        batches = self._batching_strategy(request.tasks, self._specs)
+        plan = self.batch(request.tasks)
+        for spec, samples in _biggest_batches(plan.batches):
+            _check_fits(self._pool, spec, samples)
+        return plan
+
+    def batch(self, tasks: Sequence[Task]) -> Plan:
+        """Groups tasks by the strategy, and finds each batch its spec."""
+        batches = self._batching_strategy(tasks, self._specs)
         if self._batching_strategy is not fifo_batching:
-            _check_batches(batches, request.tasks)
+            _check_batches(batches, tasks)
         warnings: dict[str, None] = {}
         resolved = [(self._resolve(batch.task_type, warnings), batch) for batch in batches]
-        for spec, samples in _biggest_batches(resolved):
-            check_deadlock(
-                self._pool,
-                evaluator_id=spec.evaluator_id,
-                budget=spec.resource,
-                per_sample=spec.sample_resource,
-                max_batch_samples=samples,
-            )
         return Plan(resolved, tuple(warnings))
-
-    def attempts(
-        self, plan: Plan, accepted: TasksAccepted, queued_at: float
-    ) -> Iterator[tuple[EvaluatorSpec, list[PlannedAttempt]]]:
-        """The first attempts of the accepted tasks, batch by batch."""
-        batch_key = sort_batch_id(accepted.batch_id)
-        by_task: defaultdict[int, deque[AcceptedTask]] = defaultdict(deque)
-        for task in accepted.tasks:
-            by_task[id(task.task)].append(task)
-        for spec, batch in plan.batches:
-            yield (
-                spec,
-                [
-                    PlannedAttempt(
-                        AttemptRef(task_id, sample_no, 1), task, sample_no, 1, accepted.namespace, batch_key, queued_at
-                    )
-                    for task in batch.tasks
-                    for task_id in (by_task[id(task)].popleft().task_id,)
-                    for sample_no in range(task.config.repeat_times)
-                ],
-            )
 
     def _resolve(self, task_type: str, warnings: dict[str, None]) -> EvaluatorSpec:
         spec = self._specs.get(task_type)
@@ -114,17 +99,65 @@ class Intake:
         return self._fallback
 
 
+def _check_fits(pool: PlacementPool | None, spec: EvaluatorSpec, samples: int) -> None:
+    check_deadlock(
+        pool,
+        evaluator_id=spec.evaluator_id,
+        budget=spec.resource,
+        per_sample=spec.sample_resource,
+        max_batch_samples=samples,
+    )
+
+
+def waiting_attempts(
+    plan: Plan, records: Iterable[TaskRecord], queued_at: float
+) -> Iterator[tuple[EvaluatorSpec, list[PlannedAttempt]]]:
+    """The attempts of these tasks that are to be started, batch by batch; batches without any are left out."""
+    # One Task object may stand for several tasks.
+    by_task: defaultdict[int, deque[TaskRecord]] = defaultdict(deque)
+    for record in records:
+        by_task[id(record.task)].append(record)
+    for spec, batch in plan.batches:
+        attempts: list[PlannedAttempt] = []
+        for task in batch.tasks:
+            record = by_task[id(task)].popleft()
+            submission = record.submission
+            attempts += [
+                PlannedAttempt(
+                    AttemptRef(record.task_id, subtask_no, subtask.attempt_no),
+                    task,
+                    subtask.first_sample_no,
+                    subtask.sample_count,
+                    submission.submission_id,
+                    submission.key.namespace,
+                    submission.batch_key,
+                    queued_at,
+                )
+                for subtask_no, subtask in enumerate(record.subtasks)
+                if subtask.state is AttemptState.QUEUED
+            ]
+        if attempts:
+            yield spec, attempts
+
+
 def check_request(request: SubmitRequest) -> None:
-    """Raises InvalidArgumentError that names every fault found, at most 20 of them."""
+    """Raises InvalidArgumentError that names every fault found, at most MAX_VIOLATIONS of them."""
     violations = []
     for field, value in (("request_id", request.request_id), ("namespace", request.key.namespace)):
         if fault := name_fault(value):
             violations.append(FieldViolation(field, fault))
+    batch_id_faults = check_batch_id(request.key.batch_id)
+    violations += [FieldViolation(f"batch_id.{fault.field}", fault.description) for fault in batch_id_faults]
     if not request.tasks:
         violations.append(FieldViolation("tasks", "is empty: send at least one task"))
+    samples = sum([task.config.repeat_times for task in request.tasks])
+    if samples > MAX_SAMPLES_PER_CALL:
+        violations.append(
+            FieldViolation("tasks", f"plan {samples} samples, at most {MAX_SAMPLES_PER_CALL} in one call: split them")
+        )
     for violation in _task_violations(request.tasks):
         violations.append(violation)
-        if len(violations) >= _MAX_VIOLATIONS:
+        if len(violations) >= MAX_VIOLATIONS:
             break
     if violations:
         raise InvalidArgumentError(violations)
@@ -134,8 +167,9 @@ def request_digest(request: SubmitRequest) -> bytes:
     """What the same request has in common with itself when it is sent again."""
     try:
         content = msgspec.msgpack.encode((request.key.namespace, request.key.batch_id, request.tasks))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"only JSON values can be stored: {error}", "tasks[].metadata") from error
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
+        raise InvalidArgumentError(reason, "tasks[].metadata") from error
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
@@ -151,11 +185,8 @@ def _task_violations(tasks: Sequence[Task]) -> Iterator[FieldViolation]:
         if task.client_key and (fault_text := name_fault(task.client_key)):
             yield FieldViolation(f"tasks[{number}].client_key", fault_text)
         if task.metadata:
-            try:
-                dataset_config(task.metadata)
-            except InvalidArgumentError as error:
-                for fault in error.violations:
-                    yield FieldViolation(f"tasks[{number}].{fault.field}", fault.description)
+            for fault in check_dataset_config(task.metadata, task.config.dataset):
+                yield FieldViolation(f"tasks[{number}].{fault.field}", fault.description)
 
 
 def _check_batches(batches: list[Batch], tasks: Sequence[Task]) -> None:

@@ -39,11 +39,19 @@ from py_scheduler.scheduler.commands import (
     AcceptTasks,
     Command,
     EndAttempt,
+    InterruptAttempt,
     LeaseAttempts,
     StartAttempt,
     StopTasks,
 )
-from py_scheduler.scheduler.records import RequestRecord, SubmissionRecord, SubTaskRecord, TaskRecord, open_task
+from py_scheduler.scheduler.records import (
+    RequestRecord,
+    SubmissionRecord,
+    SubTaskRecord,
+    TaskRecord,
+    new_task,
+    task_id_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -65,6 +73,8 @@ class Ledger:
 
     def __init__(self, retained_submissions: int = 10_000) -> None:
         self.last_sequence = 0
+        self.open_samples = 0
+        """Planned samples of open tasks."""
         self.stale_commands = 0
         self._retained_submissions = retained_submissions
         self._tasks: dict[str, TaskRecord] = {}
@@ -77,6 +87,7 @@ class Ledger:
             LeaseAttempts: self._decide_lease,
             StartAttempt: self._decide_start,
             EndAttempt: self._decide_end,
+            InterruptAttempt: self._decide_interrupt,
             StopTasks: self._decide_stop,
         }
         self._apply: dict[type, Callable[..., None]] = {
@@ -106,6 +117,10 @@ class Ledger:
     def task(self, task_id: str) -> TaskRecord | None:
         """The record of an open task; None once it is done."""
         return self._tasks.get(task_id)
+
+    def open_task(self, task_id: str) -> TaskRecord:
+        """The record of a task that is known to be open."""
+        return self._tasks[task_id]
 
     def is_waiting(self, ref: AttemptRef) -> bool:
         """Whether this attempt is still to be started."""
@@ -143,7 +158,7 @@ class Ledger:
         submission_id = submission.submission_id if submission else command.fresh_submission_id
         first_no = submission.next_task_no if submission else 0
         accepted = tuple(
-            AcceptedTask(f"{submission_id}-{number}", task) for number, task in enumerate(command.tasks, first_no)
+            AcceptedTask(task_id_of(submission_id, number), task) for number, task in enumerate(command.tasks, first_no)
         )
         return [
             TasksAccepted(
@@ -173,7 +188,7 @@ class Ledger:
             seen.add(key)
 
     def _decide_lease(self, command: LeaseAttempts) -> list[Event]:
-        leasable = tuple([ref for ref in command.attempts if self._live(ref, _WAITING)])
+        leasable = tuple([ref for ref in dict.fromkeys(command.attempts) if self._live(ref, _WAITING)])
         return [AttemptsLeased(attempts=leasable)] if leasable else []
 
     def _decide_start(self, command: StartAttempt) -> list[Event]:
@@ -200,7 +215,7 @@ class Ledger:
         if task is None or subtask is None or subtask.attempt_no != ref.attempt_no or subtask.state not in _LIVE:
             self.stale_commands += 1
             return []
-        if _may_retry(task, subtask, state):
+        if command.is_stop_confirmed and _may_retry(task, subtask, state):
             return [_ended(task, command, (), ref.attempt_no + 1)]
         samples = _complete_samples(task, subtask, command)
         events: list[Event] = [_ended(task, command, samples, 0)]
@@ -209,9 +224,17 @@ class Ledger:
             events.append(_task_done(task, samples, succeeded, command.message, command.unix_seconds))
         return events
 
+    def _decide_interrupt(self, command: InterruptAttempt) -> list[Event]:
+        ref = command.ref
+        end = EndAttempt(ref, AttemptState.LOST, (), "the server was restarted", command.unix_seconds)
+        task = self._tasks.get(ref.task_id)
+        if task is None or task.stop_cause is not None or not self._live(ref, _LIVE):
+            return self._decide_end(end)
+        return [_ended(task, end, (), ref.attempt_no + 1, is_counted=False)]
+
     def _decide_stop(self, command: StopTasks) -> list[Event]:
         submission = self._submissions[command.submission_id]
-        named = command.task_ids or tuple(submission.open_tasks)
+        named = dict.fromkeys(command.task_ids) or submission.open_tasks
         tasks = [task for task_id in named if (task := submission.open_tasks.get(task_id)) and task.stop_cause is None]
         if not tasks:
             return []
@@ -239,9 +262,9 @@ class Ledger:
 
     def apply(self, event: Event) -> None:
         """Takes one event into the state. Journalled events get the next sequence."""
+        self._apply[type(event)](event)
         if type(event) is not AttemptsLeased:
             self.last_sequence += 1
-        self._apply[type(event)](event)
 
     def _apply_accepted(self, event: TasksAccepted) -> None:
         submission = self._submissions.get(event.submission_id)
@@ -250,9 +273,10 @@ class Ledger:
             self._submissions[event.submission_id] = self._by_key[submission.key] = submission
         self._finished.pop(event.submission_id, None)
         for accepted in event.tasks:
-            task = open_task(accepted.task_id, accepted.task, submission)
+            task = new_task(accepted.task_id, accepted.task, submission, event.unix_seconds)
             self._tasks[accepted.task_id] = submission.open_tasks[accepted.task_id] = task
             submission.attempts_in[AttemptState.QUEUED] += len(task.subtasks)
+            self.open_samples += accepted.task.config.repeat_times
             if accepted.task.client_key:
                 submission.client_keys.add(accepted.task.client_key)
         submission.next_task_no += len(event.tasks)
@@ -261,7 +285,7 @@ class Ledger:
             event.request_digest,
             event.submission_id,
             tuple(accepted.task_id for accepted in event.tasks),
-            self.last_sequence - 1,
+            self.last_sequence,
         )
 
     def _apply_leased(self, event: AttemptsLeased) -> None:
@@ -278,9 +302,9 @@ class Ledger:
         subtask = task.subtasks[event.subtask_no]
         _move(task, subtask, event.state)
         if event.next_attempt_no:
-            if event.state is AttemptState.LOST:
+            if event.is_counted and event.state is AttemptState.LOST:
                 subtask.losses += 1
-            else:
+            elif event.is_counted:
                 subtask.failures += 1
             subtask.attempt_no = event.next_attempt_no
             _move(task, subtask, AttemptState.QUEUED)
@@ -302,6 +326,7 @@ class Ledger:
 
     def _apply_done(self, event: TaskDone) -> None:
         task = self._tasks.pop(event.task_id)
+        self.open_samples -= event.planned_samples
         submission = task.submission
         del submission.open_tasks[event.task_id]
         submission.client_keys.discard(event.client_key)
@@ -356,7 +381,12 @@ def _missing_sample(task: TaskRecord, sample_no: int, command: EndAttempt) -> Sa
 
 
 def _ended(
-    task: TaskRecord, command: EndAttempt, samples: tuple[SampleDone, ...], next_attempt_no: int
+    task: TaskRecord,
+    command: EndAttempt,
+    samples: tuple[SampleDone, ...],
+    next_attempt_no: int,
+    *,
+    is_counted: bool = True,
 ) -> AttemptEnded:
     return AttemptEnded(
         submission_id=task.submission.submission_id,
@@ -368,6 +398,7 @@ def _ended(
         message=command.message,
         next_attempt_no=next_attempt_no,
         unix_seconds=command.unix_seconds,
+        is_counted=is_counted,
     )
 
 

@@ -1,16 +1,18 @@
-"""Batches that wait for room, in the order of service.
+"""Batches and outside claims that wait for room, in the order of service.
 
 Order: the batch id's key, then arrival. A batch that was refused blocks its shape: entries of that demand and at
 least its count are passed over until something is released, so that a wake is not a scan. Entries that fit may
 overtake the blocked head, but only `max_bypass` times; from then on nothing behind it is offered until it is admitted.
 
-Invariants: every attempt in the queue is still to be run (whoever ends waiting attempts prunes); no entry is empty.
+Invariants: every claim in the queue is pending (whoever ends one removes it). A batch may hold attempts that have been
+ended meanwhile: looking through a long queue for them would hold the loop, so they are found when it is offered.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,22 +21,47 @@ from py_scheduler.domain.evaluator import EvaluatorSpec
 from py_scheduler.execution.attempt import PlannedAttempt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from py_scheduler.domain.leases import PlacementDemand
+    from py_scheduler.domain.resources import Resource
+    from py_scheduler.placement import Lease
 
 OrderKey = tuple[float, int, int]
-Shape = tuple[str, int]
-"""An evaluator's id, which fixes budget and demand, and the count of attempts."""
+Shape = tuple[Hashable, int]
+"""What fixes the demand (an evaluator's id, or a claim's own demand) and the count of attempts or tokens."""
 
 
-class ReadyBatch(msgspec.Struct, gc=False):
-    """Attempts of one batch, waiting to be admitted together."""
+class ReadyEntry(msgspec.Struct, gc=False, kw_only=True):
+    """Something that is admitted whole or waits. queued_at: monotonic seconds."""
 
-    spec: EvaluatorSpec
-    attempts: list[PlannedAttempt]
     order: OrderKey
     shape: Shape
     queued_at: float
     bypassed: int = 0
+
+
+class ReadyBatch(ReadyEntry, gc=False, kw_only=True):
+    """Attempts of one batch, waiting to be admitted together."""
+
+    spec: EvaluatorSpec
+    attempts: list[PlannedAttempt]
+
+    @property
+    def submission_id(self) -> str:
+        return self.attempts[0].submission_id
+
+
+class ReadyClaim(ReadyEntry, gc=True, kw_only=True):
+    """Room that a scheduler outside asked for; `grant` gets it in the turn that admits the claim."""
+
+    budget: Resource
+    per_sample: Resource
+    grant: Callable[[Lease], None]
+
+    @property
+    def tokens(self) -> int:
+        return self.shape[1]
 
 
 class ReadyQueue:
@@ -43,28 +70,75 @@ class ReadyQueue:
     def __init__(self, max_bypass: int) -> None:
         self._max_bypass = max_bypass
         # Order keys are unique, so that comparing never comes to the entries, nor to Python code.
-        self._heaps: dict[Shape, list[tuple[OrderKey, ReadyBatch]]] = {}
-        self._blocked: dict[str, int] = {}
-        """The least count that was refused of each evaluator since the last release."""
+        self._heaps: dict[Shape, list[tuple[OrderKey, ReadyEntry]]] = {}
+        self._blocked: dict[Hashable, int] = {}
+        """The least count that was refused of each demand since the last release."""
+        self._batches_of: dict[str, dict[OrderKey, ReadyBatch]] = {}
+        """The batches of each submission, which come in their order."""
         self._arrivals = itertools.count()
+        self.holds_back = True
+        """Whether a head that was overtaken often enough holds the others back."""
+        self.claims = 0
+        """How many of the entries are outside claims."""
 
     def __len__(self) -> int:
         return sum(map(len, self._heaps.values()))
 
-    def __iter__(self) -> Iterator[ReadyBatch]:
+    def __iter__(self) -> Iterator[ReadyEntry]:
         """All entries, in the order of service."""
         return (entry for _, entry in sorted(itertools.chain.from_iterable(self._heaps.values())))
+
+    @property
+    def max_bypass(self) -> int:
+        return self._max_bypass
+
+    def batches_of(self, submission_id: str) -> Iterable[ReadyBatch]:
+        """A submission's batches, in order of service."""
+        return self._batches_of.get(submission_id, {}).values()
+
+    def unordered(self) -> Iterator[ReadyEntry]:
+        """All entries, in no order: for a look that must not sort a long queue."""
+        return (entry for _, entry in itertools.chain.from_iterable(self._heaps.values()))
 
     def push(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], queued_at: float) -> None:
         """Adds a batch of at least one attempt."""
         order = (*attempts[0].batch_key, next(self._arrivals))
-        entry = ReadyBatch(spec, attempts, order, (spec.evaluator_id, len(attempts)), queued_at)
+        shape = (spec.evaluator_id, len(attempts))
+        entry = ReadyBatch(order=order, shape=shape, queued_at=queued_at, spec=spec, attempts=attempts)
+        siblings = self._batches_of.get(entry.submission_id)
+        if siblings is None:
+            siblings = self._batches_of[entry.submission_id] = {}
+        siblings[order] = entry
+        self._push(entry)
+
+    def push_claim(
+        self,
+        batch_key: tuple[float, int],
+        demand: PlacementDemand,
+        tokens: int,
+        grant: Callable[[Lease], None],
+        queued_at: float,
+    ) -> ReadyClaim:
+        """Adds a claim of at least one token. `tokens` is what the demand comes to."""
+        entry = ReadyClaim(
+            order=(*batch_key, next(self._arrivals)),
+            shape=(demand.per_sample, tokens),
+            queued_at=queued_at,
+            budget=demand.ceiling,
+            per_sample=demand.per_sample,
+            grant=grant,
+        )
+        self.claims += 1
+        self._push(entry)
+        return entry
+
+    def _push(self, entry: ReadyEntry) -> None:
         heap = self._heaps.get(entry.shape)
         if heap is None:
             heap = self._heaps[entry.shape] = []
-        heapq.heappush(heap, (order, entry))
+        heapq.heappush(heap, (entry.order, entry))
 
-    def offer(self) -> ReadyBatch | None:
+    def offer(self) -> ReadyEntry | None:
         """The next entry to try: `admit` or `refuse` it. None when all that is left is blocked or held back."""
         if not self._heaps:
             return None
@@ -74,50 +148,65 @@ class ReadyQueue:
         if not free:
             return None
         best, head = min(free)[1], self._head()
-        if head is not None and head.order < best.order and head.bypassed >= self._max_bypass:
+        if self.holds_back and head is not None and head.order < best.order and head.bypassed >= self._max_bypass:
             return None
         return best
 
-    def admit(self, entry: ReadyBatch) -> None:
+    def admit(self, entry: ReadyEntry) -> None:
         """Removes the entry that was offered, and counts it against the head that it overtook, if it did."""
-        heap = self._heaps[entry.shape]
-        heapq.heappop(heap)
-        if not heap:
-            del self._heaps[entry.shape]
+        self.drop(entry)
         if self._blocked:
             head = self._head()
             if head is not None and head.order < entry.order:
                 head.bypassed += 1
 
-    def refuse(self, entry: ReadyBatch) -> None:
+    def drop(self, entry: ReadyEntry) -> None:
+        """Removes the entry that was offered: nothing of it is left to run."""
+        heap = self._heaps[entry.shape]
+        heapq.heappop(heap)
+        if not heap:
+            del self._heaps[entry.shape]
+        if isinstance(entry, ReadyBatch):
+            siblings = self._batches_of[entry.submission_id]
+            del siblings[entry.order]
+            if not siblings:
+                del self._batches_of[entry.submission_id]
+        else:
+            self.claims -= 1
+
+    def remove(self, entry: ReadyClaim) -> None:
+        """Takes out a claim that ended while it waited, wherever it stands."""
+        heap = self._heaps[entry.shape]
+        heap.remove((entry.order, entry))
+        self.claims -= 1
+        if heap:
+            heapq.heapify(heap)
+            return
+        del self._heaps[entry.shape]
+        # Demands of claims are without number, and until a release may be long: none may outlive its last entry here.
+        self._blocked.pop(entry.per_sample, None)
+
+    def refuse(self, entry: ReadyEntry) -> None:
         """Blocks the entry's demand, from its count on, until the next release."""
-        evaluator_id, count = entry.shape
-        self._blocked[evaluator_id] = min(count, self._blocked.get(evaluator_id, count))
+        demand, count = entry.shape
+        self._blocked[demand] = min(count, self._blocked.get(demand, count))
 
     def unblock(self) -> None:
         """Something was released: everything may be tried again."""
         self._blocked.clear()
 
-    def prune(self, is_live: Callable[[PlannedAttempt], bool]) -> None:
-        """Drops attempts that are no longer to run, and the entries that they were all of."""
-        entries = [entry for _, entry in itertools.chain.from_iterable(self._heaps.values())]
-        self._heaps.clear()
-        for entry in entries:
-            entry.attempts = [attempt for attempt in entry.attempts if is_live(attempt)]
-            if entry.attempts:
-                entry.shape = (entry.shape[0], len(entry.attempts))
-                self._heaps.setdefault(entry.shape, []).append((entry.order, entry))
-        for heap in self._heaps.values():
-            heapq.heapify(heap)
+    def place_of(self, entry: ReadyEntry) -> int:
+        """How many entries are ahead of it."""
+        return sum(order < entry.order for heap in self._heaps.values() for order, _ in heap)
 
-    def is_blocked(self, entry: ReadyBatch) -> bool:
+    def is_blocked(self, entry: ReadyEntry) -> bool:
         return self._is_blocked(entry.shape)
 
-    def _head(self) -> ReadyBatch | None:
+    def _head(self) -> ReadyEntry | None:
         """The entry that is first in order, blocked or not."""
         return min(heap[0] for heap in self._heaps.values())[1] if self._heaps else None
 
     def _is_blocked(self, shape: Shape) -> bool:
-        evaluator_id, count = shape
-        least = self._blocked.get(evaluator_id)
+        demand, count = shape
+        least = self._blocked.get(demand)
         return least is not None and count >= least

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, cast
 
-from py_scheduler.domain.events import AttemptsLeased, EventRecord, JournalledEvent, approximate_size
+from py_scheduler.domain.events import (
+    AttemptsLeased,
+    EventRecord,
+    JournalledEvent,
+    TaskDone,
+    TasksAccepted,
+    approximate_size,
+)
 
 if TYPE_CHECKING:
     from py_scheduler.domain.events import Event
     from py_scheduler.scheduler.commands import Command
     from py_scheduler.scheduler.event_log import EventLog
     from py_scheduler.scheduler.ledger import Ledger
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -30,4 +40,19 @@ class Recorder:
                 journalled = cast("JournalledEvent", event)
                 record = EventRecord(ledger.last_sequence, namespace, journalled, approximate_size(event))
                 self._event_log.append(record)
+            if type(event) is TaskDone or type(event) is TasksAccepted:
+                self._tell(event)
         return events
+
+    def _tell(self, event: TaskDone | TasksAccepted) -> None:
+        """A submission's first tasks and its last TaskDone: two lines, however many tasks and calls lie between."""
+        submission = self.ledger.submission(event.submission_id)
+        if submission is None:
+            return
+        batch_id = submission.key.batch_id
+        if type(event) is TasksAccepted:
+            if len(submission.open_tasks) == len(event.tasks):
+                logger.info("batch_id %s (%s): %d tasks accepted", batch_id, event.submission_id, len(event.tasks))
+        elif not submission.open_tasks:
+            counts = ", ".join(f"{count} {state}" for state, count in submission.done_tasks.items() if count)
+            logger.info("batch_id %s (%s): every task is done: %s", batch_id, event.submission_id, counts)

@@ -7,17 +7,22 @@ import msgspec
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """max_running_samples: resident workers at most, whatever the pool could hold.
-    max_queued_tasks: open tasks at most; submits beyond are refused for now.
+    max_queued_tasks, max_queued_samples: open tasks and their samples at most; submits beyond are refused for now.
     max_bypass: how often later batches may be admitted past a blocked one.
     stop_grace_seconds: how long a stopped handler may take before its worker is given up.
     retained_events, retained_bytes: what the in-memory journal keeps for watchers that come back.
     retained_submissions: finished submissions whose request ids and counts are remembered.
+    max_pending_claims: outside claims that wait for room at most; more are refused for now.
+    retained_claims: ended outside claims, and releases of theirs, whose request ids are remembered.
     """
 
     max_running_samples: int = 4096
     max_queued_tasks: int = 1_000_000
+    max_queued_samples: int = 2_000_000
     max_bypass: int = 64
     stop_grace_seconds: float = 5.0
     retained_events: int = 1_000_000
     retained_bytes: int = 1 << 30
     retained_submissions: int = 10_000
+    max_pending_claims: int = 1_000
+    retained_claims: int = 10_000

@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from py_scheduler.domain.events import AttemptEnded, AttemptRef, StopCause
-from py_scheduler.domain.results import AttemptState
-from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt
+from py_scheduler.domain.results import AttemptState, Outcome
+from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt, unfinished_sample
 from py_scheduler.execution.evaluator import Evaluator
 from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.workers import WorkerPool
@@ -35,9 +37,26 @@ if TYPE_CHECKING:
     Requeue = Callable[[EvaluatorSpec, list[PlannedAttempt]], None]
 
 
+class Concerned(msgspec.Struct, frozen=True):
+    """The attempts that a question is about: of a submission (empty: of all), or of some of its tasks."""
+
+    submission_id: str = ""
+    task_ids: frozenset[str] = frozenset()
+
+    def includes(self, running: RunningAttempt) -> bool:
+        if self.task_ids:
+            return running.ref.task_id in self.task_ids
+        return not self.submission_id or running.planned.submission_id == self.submission_id
+
+
+EVERYTHING = Concerned()
+
+
 class Supervisor:
-    """Everything that runs. `requeue` takes attempts that wait again; `slot_returned` is told of each slot that is
-    free.
+    """Everything that runs.
+
+    `requeue` takes attempts that wait again; `slot_returned` is told of each slot that is free, `room_is_stranded` how
+    many tokens are held by handlers that ignore their stop.
     """
 
     def __init__(
@@ -47,6 +66,7 @@ class Supervisor:
         settings: EngineSettings,
         requeue: Requeue,
         slot_returned: Callable[[], None],
+        room_is_stranded: Callable[[int], None],
     ) -> None:
         self._recorder = recorder
         self._services = services
@@ -54,6 +74,7 @@ class Supervisor:
         self._stop_grace_seconds = settings.stop_grace_seconds
         self._requeue = requeue
         self._slot_returned = slot_returned
+        self._room_is_stranded = room_is_stranded
         self._running: dict[AttemptRef, RunningAttempt] = {}
         self._stranded: dict[AttemptRef, RunningAttempt] = {}
         self._deadlines: Deadlines[RunningAttempt] = Deadlines(services.clock, self._on_deadline)
@@ -78,7 +99,7 @@ class Supervisor:
     ) -> RunningAttempt | None:
         if self.is_draining:
             return None
-        running = RunningAttempt(planned, evaluator, token, worker)
+        running = RunningAttempt(planned, evaluator, token, worker, self._clock.monotonic())
         start = StartAttempt(planned.ref, running.node_ip, running.gpu_ids, self._clock.unix_time())
         if not self._recorder.record(start, planned.namespace):
             return None
@@ -99,6 +120,7 @@ class Supervisor:
         self._running.pop(running.ref, None)
         if running.is_stranded:
             self._stranded.pop(running.ref, None)
+            self._room_is_stranded(len(self._stranded))
         self._report(running, report)
         if running.stop_cause is not None or self.is_draining:
             self._tell_stopped()
@@ -119,16 +141,14 @@ class Supervisor:
             if running is not None:
                 self._stop(running, cause, reason)
 
-    def unconfirmed(self, task_ids: frozenset[str] | None = None) -> tuple[list[str], list[str]]:
-        """Tasks (of these, or of all) whose work has not stopped: still running, and stranded."""
-        return (
-            [ref.task_id for ref in self._running if task_ids is None or ref.task_id in task_ids],
-            [ref.task_id for ref in self._stranded if task_ids is None or ref.task_id in task_ids],
-        )
+    def unconfirmed(self, concerned: Concerned) -> tuple[str, ...]:
+        """Tasks whose work has not been seen to stop: still running, or stranded."""
+        attempts = (*self._running.values(), *self._stranded.values())
+        return tuple(dict.fromkeys(running.ref.task_id for running in attempts if concerned.includes(running)))
 
-    async def wait_stopped(self, task_ids: frozenset[str] | None = None) -> None:
-        """Returns when none of these tasks (or of all) runs any more; what is stranded is not waited for."""
-        while self.unconfirmed(task_ids)[0]:
+    async def wait_stopped(self, concerned: Concerned) -> None:
+        """Returns when none of these tasks runs any more; what is stranded is not waited for."""
+        while any(concerned.includes(running) for running in self._running.values()):
             await self._stopped.wait()
 
     async def close(self) -> int:
@@ -163,8 +183,10 @@ class Supervisor:
         running.is_stranded = True
         del self._running[running.ref]
         self._stranded[running.ref] = running
+        self._room_is_stranded(len(self._stranded))
         message = f"{running.stop_reason}; the handler did not stop within {self._stop_grace_seconds:g} s"
-        self._report(running, AttemptReport(running.stop_cause.attempt_state, (), message))
+        sample = unfinished_sample(running, running.stop_cause.outcome, message)
+        self._report(running, AttemptReport(running.stop_cause.attempt_state, (sample,), message), confirmed=False)
         self._workers.abandon(running.worker)
         self._slot_is_gone(running.evaluator)
         self._tell_stopped()
@@ -172,7 +194,9 @@ class Supervisor:
     def _on_crash(self, worker: Worker, error: BaseException) -> None:
         """A worker ended by a fault of ours: its attempt is LOST. Its slot came back on the way out."""
         if worker.running is not None:
-            self.end(worker.running, AttemptReport(AttemptState.LOST, (), f"its worker crashed: {describe(error)}"))
+            message = f"its worker crashed: {describe(error)}"
+            sample = unfinished_sample(worker.running, Outcome.INFRA_OTHER, message)
+            self.end(worker.running, AttemptReport(AttemptState.LOST, (sample,), message))
 
     def _slot_is_gone(self, evaluator: Evaluator) -> None:
         evaluator.active_slots -= 1
@@ -183,9 +207,10 @@ class Supervisor:
             if attempts:
                 self._requeue(evaluator.spec, attempts)
 
-    def _report(self, running: RunningAttempt, report: AttemptReport) -> None:
+    def _report(self, running: RunningAttempt, report: AttemptReport, *, confirmed: bool = True) -> None:
         planned = running.planned
-        end = EndAttempt(planned.ref, report.state, report.samples, report.message, self._clock.unix_time())
+        unix_seconds = self._clock.unix_time()
+        end = EndAttempt(planned.ref, report.state, report.samples, report.message, unix_seconds, confirmed)
         for event in self._recorder.record(end, planned.namespace):
             if type(event) is AttemptEnded and event.next_attempt_no:
                 self._requeue(running.evaluator.spec, [planned.next_attempt(self._clock.monotonic())])

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _MAX_DEPTH = 32
+_MAX_SEARCHED_BYTES = 64 << 10
+"""The search reads byte by byte, a few microseconds each: for a large message its answer is not worth the stall."""
 
 
 class _TruncatedError(ValueError):
@@ -27,12 +29,16 @@ class _TruncatedError(ValueError):
 
 def damage_error(raw: bytes, descriptor: Descriptor) -> InvalidArgumentError:
     """The error for a message that its parser refused."""
-    try:
-        field = _find_bad_text(memoryview(raw), descriptor, "", 0)
-    except _TruncatedError:
-        field = None
+    field = None
+    if len(raw) <= _MAX_SEARCHED_BYTES:
+        try:
+            field = _find_bad_text(memoryview(raw), descriptor, "", 0)
+        except _TruncatedError:
+            field = None
     if field is None:
-        return InvalidArgumentError(f"the bytes are no {descriptor.full_name}: they end early or are malformed")
+        return InvalidArgumentError(
+            f"the bytes are no {descriptor.full_name}: they end early, are malformed, or hold text that is not UTF-8"
+        )
     return InvalidArgumentError("is not valid UTF-8", field)
 
 

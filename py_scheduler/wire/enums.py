@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, scheduler_service_pb2, task_pb2
 from py_scheduler.domain.events import StopCause
-from py_scheduler.domain.generation import LogProbKind
+from py_scheduler.domain.generation import FinishReason, LogProbKind
 from py_scheduler.domain.requests import EventKind
-from py_scheduler.domain.results import AttemptState, Outcome, TaskState
+from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, TaskState
 from py_scheduler.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -37,9 +37,15 @@ class EnumTable(Generic[E]):
             raise InvalidArgumentError(f"is {number}, must be one of {known}", field)
         return member
 
+    def member_or_none(self, number: int, field: str) -> E | None:
+        """None for a number that is unset. Raises InvalidArgumentError for one of a newer version."""
+        return self.member(number, field) if number else None
+
 
 OUTCOMES = EnumTable(Outcome, task_pb2.Outcome, "OUTCOME")
 LOG_PROB_KINDS = EnumTable(LogProbKind, task_pb2.LogProbKind, "LOG_PROB_KIND")
+FINISH_REASONS = EnumTable(FinishReason, task_pb2.FinishReason, "FINISH_REASON")
+EPISODE_PHASES = EnumTable(EpisodePhase, task_pb2.EpisodePhase, "EPISODE_PHASE")
 ATTEMPT_STATES = EnumTable(AttemptState, event_pb2.AttemptState, "ATTEMPT_STATE")
 TASK_STATES = EnumTable(TaskState, event_pb2.TaskState, "TASK_STATE")
 STOP_CAUSES = EnumTable(StopCause, event_pb2.StopCause, "STOP_CAUSE")

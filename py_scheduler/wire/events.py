@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, scheduler_service_pb2
 from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, TaskDone, TasksAccepted
 from py_scheduler.domain.requests import TasksAcceptedNotice, WatchedEvent, WatchedFrame, WatchedRecord
-from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.enums import ATTEMPT_STATES, OUTCOMES, STOP_CAUSES, TASK_STATES
 from py_scheduler.wire.results import decode_sample, encode_sample
 from py_scheduler.wire.tasks import encode_batch_id
@@ -140,21 +139,23 @@ _FILLERS: dict[type, Callable[[Any, event_pb2.Event], None]] = {
 
 
 def decode_frame(message: scheduler_service_pb2.WatchEventsResponse) -> WatchedFrame:
-    """Raises InvalidArgumentError for what only a newer server could have sent."""
+    """Events of kinds that this version does not know are left out: a newer server may send some.
+
+    Raises InvalidArgumentError for what else only a newer server could have sent.
+    """
+    events = ((event.sequence, decode_event(event)) for event in message.events)
     return WatchedFrame(
         after_sequence=message.after_sequence,
         through_sequence=message.through_sequence,
-        records=tuple(WatchedRecord(event.sequence, decode_event(event)) for event in message.events),
+        records=tuple([WatchedRecord(sequence, event) for sequence, event in events if event is not None]),
         cursor=message.cursor,
     )
 
 
-def decode_event(message: event_pb2.Event) -> WatchedEvent:
-    """Raises InvalidArgumentError for a kind that this version does not know."""
+def decode_event(message: event_pb2.Event) -> WatchedEvent | None:
+    """None for a kind that this version does not know."""
     decode = _DECODERS.get(message.WhichOneof("kind") or "")
-    if decode is None:
-        raise InvalidArgumentError("is of a kind that this version does not know: update the client", "events")
-    return decode(message)
+    return None if decode is None else decode(message)
 
 
 def _decode_tasks_accepted(message: event_pb2.Event) -> TasksAcceptedNotice:

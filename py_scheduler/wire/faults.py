@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.limits import MAX_VIOLATIONS
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-MAX_FAULTS = 20
-"""Faults told of one message. What a reply can carry is bounded, what can be wrong with 100 000 tasks is not."""
 
 
 class Faults:
@@ -24,7 +22,7 @@ class Faults:
         """No more are taken, so a reader may stop."""
 
     def add(self, field: str, description: str) -> None:
-        if len(self._violations) < MAX_FAULTS:
+        if len(self._violations) < MAX_VIOLATIONS:
             self._violations.append(FieldViolation(field, description))
         else:
             self.are_many = True

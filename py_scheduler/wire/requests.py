@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from py_scheduler._generated.rollout_scheduler.v1 import resource_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
-from py_scheduler.domain.limits import name_fault
+from py_scheduler.domain.limits import MAX_TASKS_PER_ABORT, MAX_WAITING_SHOWN, name_fault
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
-    EngineView,
-    EvaluatorView,
+    EvaluatorSpecView,
     EventFilter,
+    EventKind,
+    GenerationEngineView,
     NodeView,
     ServerInfo,
     SubmissionSelector,
@@ -33,7 +34,6 @@ from py_scheduler.wire.tasks import decode_batch_id, decode_tasks, encode_batch_
 from py_scheduler.wire.text import safe_text
 
 MAX_REASON_LENGTH = 4_096
-MAX_WAITING_TOLD = 100
 
 # Submit
 
@@ -79,7 +79,9 @@ def decode_filter(message: service.EventFilter) -> EventFilter:
     if fault := name_fault(message.submission_id, required=False):
         faults.add("filter.submission_id", fault)
     kinds = set()
-    for number, kind in enumerate(message.kinds):
+    if len(message.kinds) > len(EventKind):
+        faults.add("filter.kinds", f"holds {len(message.kinds)}, there are {len(EventKind)} kinds: name each once")
+    for number, kind in enumerate(message.kinds[: len(EventKind)]):
         try:
             kinds.add(EVENT_KINDS.member(kind, f"filter.kinds[{number}]"))
         except InvalidArgumentError as error:
@@ -148,7 +150,7 @@ def encode_submission(view: SubmissionView) -> service.GetSubmissionResponse:
         batch_id=encode_batch_id(view.key.batch_id),
         **{count: getattr(view, count) for count in _COUNTS},
     )
-    for batch in view.waiting[:MAX_WAITING_TOLD]:
+    for batch in view.waiting[:MAX_WAITING_SHOWN]:
         message.waiting.add(
             task_ids=batch.task_ids,
             reason=safe_text(batch.reason),
@@ -183,7 +185,13 @@ def decode_abort_request(message: service.AbortSubmissionRequest, timeout_second
     """`timeout_seconds` is what the call's deadline leaves for a wait."""
     faults = Faults()
     selector = decode_selector(message, faults)
+    if len(message.task_ids) > MAX_TASKS_PER_ABORT:
+        count = len(message.task_ids)
+        faults.add("task_ids", f"holds {count}, at most {MAX_TASKS_PER_ABORT} are taken: leave it empty for all tasks")
+        faults.check()
     for number, task_id in enumerate(message.task_ids):
+        if faults.are_many:
+            break
         if fault := name_fault(task_id):
             faults.add(f"task_ids[{number}]", fault)
     if len(message.reason) > MAX_REASON_LENGTH:
@@ -232,8 +240,8 @@ def encode_server_info(info: ServerInfo) -> service.GetServerInfoResponse:
         message.evaluators.add(
             evaluator_id=evaluator.evaluator_id,
             handler=evaluator.handler,
-            resource=_encode_resource(evaluator.resource),
-            sample_resource=_encode_resource(evaluator.sample_resource),
+            resource=encode_resource(evaluator.resource),
+            sample_resource=encode_resource(evaluator.sample_resource),
             batch_size=evaluator.batch_size or 0,
         )
     for engine in info.engines:
@@ -243,17 +251,9 @@ def encode_server_info(info: ServerInfo) -> service.GetServerInfoResponse:
             weight_version=safe_text(engine.weight_version),
             vocab_size=engine.vocab_size,
             context_length=engine.context_length,
+            error=safe_text(engine.error),
         )
-    for node in info.nodes:
-        message.nodes.add(
-            node_ip=node.node_ip,
-            gpu_ids=node.gpu_ids,
-            cpu=node.cpu,
-            memory_gb=node.memory_gb,
-            free_gpus=node.free_gpus,
-            free_cpu=node.free_cpu,
-            free_memory_gb=node.free_memory_gb,
-        )
+    message.nodes.extend(map(encode_node, info.nodes))
     return message
 
 
@@ -261,7 +261,7 @@ def decode_server_info(message: service.GetServerInfoResponse) -> ServerInfo:
     return ServerInfo(
         version=message.version,
         evaluators=tuple(
-            EvaluatorView(
+            EvaluatorSpecView(
                 evaluator_id=evaluator.evaluator_id,
                 handler=evaluator.handler,
                 resource=_decode_resource(evaluator.resource),
@@ -271,31 +271,45 @@ def decode_server_info(message: service.GetServerInfoResponse) -> ServerInfo:
             for evaluator in message.evaluators
         ),
         engines=tuple(
-            EngineView(
+            GenerationEngineView(
                 role=engine.role,
                 model_name=engine.model_name,
                 weight_version=engine.weight_version,
                 vocab_size=engine.vocab_size,
                 context_length=engine.context_length,
+                error=engine.error,
             )
             for engine in message.engines
         ),
-        nodes=tuple(
-            NodeView(
-                node_ip=node.node_ip,
-                gpu_ids=tuple(node.gpu_ids),
-                cpu=node.cpu,
-                memory_gb=node.memory_gb,
-                free_gpus=tuple(node.free_gpus),
-                free_cpu=node.free_cpu,
-                free_memory_gb=node.free_memory_gb,
-            )
-            for node in message.nodes
-        ),
+        nodes=tuple(map(decode_node, message.nodes)),
     )
 
 
-def _encode_resource(resource: Resource) -> resource_pb2.Resource:
+def encode_node(node: NodeView) -> resource_pb2.Node:
+    return resource_pb2.Node(
+        node_ip=node.node_ip,
+        gpu_ids=node.gpu_ids,
+        cpu=node.cpu,
+        memory_gb=node.memory_gb,
+        free_gpus=node.free_gpus,
+        free_cpu=node.free_cpu,
+        free_memory_gb=node.free_memory_gb,
+    )
+
+
+def decode_node(message: resource_pb2.Node) -> NodeView:
+    return NodeView(
+        node_ip=message.node_ip,
+        gpu_ids=tuple(message.gpu_ids),
+        cpu=message.cpu,
+        memory_gb=message.memory_gb,
+        free_gpus=tuple(message.free_gpus),
+        free_cpu=message.free_cpu,
+        free_memory_gb=message.free_memory_gb,
+    )
+
+
+def encode_resource(resource: Resource) -> resource_pb2.Resource:
     return resource_pb2.Resource(
         gpu=resource.gpu, cpu=resource.cpu, memory_gb=resource.memory_gb, concurrency=resource.concurrency
     )

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler.domain.generation import WeightSpan
-from py_scheduler.domain.results import NO_REWARD, Reward, SampleDone, Timings
+from py_scheduler.domain.results import NO_REWARD, EpisodePhase, Reward, SampleDone, Timings
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, Turn
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.wire.enums import LOG_PROB_KINDS, OUTCOMES
-from py_scheduler.wire.text import safe_text
+from py_scheduler.wire.enums import EPISODE_PHASES, FINISH_REASONS, LOG_PROB_KINDS, OUTCOMES
+from py_scheduler.wire.text import safe_text, words_of
 
 if TYPE_CHECKING:
     from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
@@ -26,14 +26,38 @@ _NO_TIMINGS = Timings()
 
 
 def encode_sample(sample: SampleDone, message: task_pb2.SampleDone) -> None:
-    """Fills an empty message."""
+    """Fills an empty message. Total: what a handler put into its sample that cannot travel is left out, and the sample
+    says so, because an event that cannot be encoded would end every stream it is in.
+    """
+    try:
+        _fill_sample(sample, message)
+    except Exception as error:  # noqa: BLE001 - reading a handler's own objects may raise anything
+        message.Clear()
+        _fill_identity(sample, message)
+        _fill_place(sample, message)
+        message.error = f"the sample cannot be sent as it is: {words_of(error)}"
+
+
+def _fill_identity(sample: SampleDone, message: task_pb2.SampleDone) -> None:
     message.task_id = sample.task_id
     if sample.sample_no:
         message.sample_no = sample.sample_no
     message.attempt_no = sample.attempt_no
     message.outcome = OUTCOMES.number_of[sample.outcome]
+
+
+def _fill_place(sample: SampleDone, message: task_pb2.SampleDone) -> None:
+    if sample.node_ip:
+        message.node_ip = sample.node_ip
+        message.gpu_ids.extend(sample.gpu_ids)
+    if sample.timings is not _NO_TIMINGS:
+        _encode_timings(sample.timings, message.timings)
+
+
+def _fill_sample(sample: SampleDone, message: task_pb2.SampleDone) -> None:
+    _fill_identity(sample, message)
     if sample.reward is not NO_REWARD:
-        message.reward.score = sample.reward.score
+        message.reward.score = float(sample.reward.score)
         if sample.reward.details:
             message.reward.details_json = _encode_details(sample.reward.details)
     if sample.trajectory is not EMPTY_TRAJECTORY:
@@ -43,12 +67,8 @@ def encode_sample(sample: SampleDone, message: task_pb2.SampleDone) -> None:
     if sample.error:
         message.error = safe_text(sample.error)
     if sample.phase:
-        message.phase = sample.phase
-    if sample.node_ip:
-        message.node_ip = sample.node_ip
-        message.gpu_ids.extend(sample.gpu_ids)
-    if sample.timings is not _NO_TIMINGS:
-        _encode_timings(sample.timings, message.timings)
+        message.phase = EPISODE_PHASES.number_of[EpisodePhase(sample.phase)]
+    _fill_place(sample, message)
 
 
 def _encode_timings(timings: Timings, message: task_pb2.Timings) -> None:
@@ -60,10 +80,12 @@ def _encode_timings(timings: Timings, message: task_pb2.Timings) -> None:
 
 def _encode_details(details: dict[str, Any]) -> bytes:
     try:
-        return msgspec.json.encode(details)
-    except (TypeError, ValueError, RecursionError) as error:
-        # A scorer may say anything; a sample is not lost, and its watchers are not cut off, because of it.
-        return msgspec.json.encode({"unreadable_details": safe_text(str(error))})
+        encoded = msgspec.json.encode(details)
+        if not encoded.startswith(b"{"):
+            raise TypeError(f"{type(details).__name__} is no JSON object")
+    except Exception as error:  # noqa: BLE001 - a scorer may say anything, and its objects raise anything
+        return msgspec.json.encode({"unreadable_details": words_of(error)})
+    return encoded
 
 
 def encode_trajectory(trajectory: Trajectory, message: task_pb2.Trajectory) -> None:
@@ -71,16 +93,17 @@ def encode_trajectory(trajectory: Trajectory, message: task_pb2.Trajectory) -> N
     message.token_ids = trajectory.token_id_bytes
     message.log_probs = trajectory.log_prob_bytes
     message.loss_mask = trajectory.loss_mask_bytes
-    message.log_prob_kind = LOG_PROB_KINDS.number_of[trajectory.log_prob_kind]
     for turn in trajectory.turns:
         entry = message.turns.add()
         entry.start = turn.start
         entry.end = turn.end
-        entry.source = turn.source
+        entry.source = safe_text(turn.source)
         if turn.text:
             entry.text = safe_text(turn.text)
-        if turn.finish_reason:
-            entry.finish_reason = turn.finish_reason
+        if turn.finish_reason is not None:
+            entry.finish_reason = FINISH_REASONS.number_of[turn.finish_reason]
+        if turn.log_prob_kind is not None:
+            entry.log_prob_kind = LOG_PROB_KINDS.number_of[turn.log_prob_kind]
     for span in trajectory.weight_spans:
         part = message.weight_spans.add()
         part.version = safe_text(span.version)
@@ -103,7 +126,7 @@ def decode_sample(message: task_pb2.SampleDone) -> SampleDone:
         trajectory=decode_trajectory(message.trajectory) if message.HasField("trajectory") else EMPTY_TRAJECTORY,
         termination_reason=message.termination_reason,
         error=message.error,
-        phase=message.phase,
+        phase=EPISODE_PHASES.member_or_none(message.phase, "phase") or "",
         node_ip=node_ip,
         gpu_ids=tuple(message.gpu_ids) if node_ip else (),
         timings=_decode_timings(message.timings) if message.HasField("timings") else _NO_TIMINGS,
@@ -141,10 +164,17 @@ def decode_trajectory(message: task_pb2.Trajectory) -> Trajectory:
         token_id_bytes=token_ids,
         log_prob_bytes=log_probs,
         loss_mask_bytes=loss_mask,
-        turns=tuple(
-            Turn(start=turn.start, end=turn.end, source=turn.source, text=turn.text, finish_reason=turn.finish_reason)
-            for turn in message.turns
-        ),
+        turns=tuple([_decode_turn(turn) for turn in message.turns]),
         weight_spans=tuple(WeightSpan(span.version, span.start, span.end) for span in message.weight_spans),
-        log_prob_kind=LOG_PROB_KINDS.member(message.log_prob_kind, "trajectory.log_prob_kind"),
+    )
+
+
+def _decode_turn(message: task_pb2.Turn) -> Turn:
+    return Turn(
+        start=message.start,
+        end=message.end,
+        source=message.source,
+        text=message.text,
+        finish_reason=FINISH_REASONS.member_or_none(message.finish_reason, "turn.finish_reason"),
+        log_prob_kind=LOG_PROB_KINDS.member_or_none(message.log_prob_kind, "turn.log_prob_kind"),
     )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
     from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
 
+_CHUNK_SAMPLES = 100_000
+"""A request is closed by the task that plans its samples up to this: well below what one call may plan."""
 _TASK_INDEX = re.compile(r"^tasks\[(\d+)\]")
 
 
@@ -48,12 +50,12 @@ def encode_submission_chunks(
     """
     configs = _ConfigCache()
     batch_id = encode_batch_id(key.batch_id)
-    first_task = chunk_no = size = 0
+    first_task = chunk_no = size = samples = 0
     request: service.SubmitTasksRequest | None = None
     default_config: TaskConfig | None = None
     for number, task in enumerate(tasks):
         if request is None:
-            first_task, size, default_config = number, 0, task.config
+            first_task, size, samples, default_config = number, 0, 0, task.config
             request = _new_request(request_id, chunk_no, batch_id, key.namespace)
             request.default_config.CopyFrom(_at_task(configs, number, default_config))
         message = request.tasks.add()
@@ -64,7 +66,8 @@ def encode_submission_chunks(
         except InvalidArgumentError as error:
             raise _prefixed(error, f"tasks[{number}]") from error
         size += message.ByteSize()
-        if size >= max_bytes or number - first_task + 1 >= max_tasks:
+        samples += task.config.repeat_times
+        if size >= max_bytes or number - first_task + 1 >= max_tasks or samples >= _CHUNK_SAMPLES:
             yield SubmitChunk(first_task, request)
             request, chunk_no = None, chunk_no + 1
     if request is not None:

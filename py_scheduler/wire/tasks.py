@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
-from py_scheduler.domain.cascade import DATASET_CONFIG_KEY, dataset_config
+from py_scheduler.domain.cascade import DATASET_CONFIG_KEY
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
-from py_scheduler.domain.limits import check_sampling, check_stopping, check_task_config, name_fault
+from py_scheduler.domain.limits import MAX_STOPS, check_batch_id, check_dataset_config, check_task_config, name_fault
 from py_scheduler.domain.task import BatchId, RetryPolicy, Task, TaskConfig
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.wire.text import safe_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from google.protobuf.message import Message
 
     from py_scheduler.wire.faults import Faults
 
+_SAMPLING_LISTS = ("stop", "stop_token_ids")
 _SAMPLING_SCALARS = tuple(
-    field.name for field in task_pb2.SamplingParams.DESCRIPTOR.fields if field.name not in {"stop", "stop_token_ids"}
+    field.name for field in task_pb2.SamplingParams.DESCRIPTOR.fields if field.name not in _SAMPLING_LISTS
 )
 _STOPPING_SCALARS = ("max_turns", "max_context_len")
 _RETRY_SCALARS = ("max_failure_retries", "max_loss_retries")
-_MAX_STEP = 2**63 - 1
 
 _NO_CONFIG = TaskConfig(task_type="absent")
 _NO_SAMPLING = SamplingParams()
@@ -65,7 +65,7 @@ def decode_tasks(
             text = msgspec.json.encode(metadata[DATASET_CONFIG_KEY])
             if text not in known_dataset_configs:
                 known_dataset_configs.add(text)
-                faults.add_all(f"tasks[{number}]", _check_dataset_config(metadata, config.dataset))
+                faults.add_all(f"tasks[{number}]", check_dataset_config(metadata, config.dataset))
         client_key = message.client_key
         if client_key and (fault := name_fault(client_key)):
             faults.add(f"tasks[{number}].client_key", fault)
@@ -118,8 +118,11 @@ def decode_config(message: task_pb2.TaskConfig) -> TaskConfig:
 
 def decode_sampling(message: task_pb2.SamplingParams) -> SamplingParams:
     return SamplingParams(
-        stop=tuple(message.stop) or None,
-        stop_token_ids=tuple(message.stop_token_ids) or None,
+        # One more than is allowed is enough for the check to refuse, however many were sent.
+        stop=tuple(message.stop.values[: MAX_STOPS + 1]) if message.HasField("stop") else None,
+        stop_token_ids=(
+            tuple(message.stop_token_ids.values[: MAX_STOPS + 1]) if message.HasField("stop_token_ids") else None
+        ),
         **_present(message, _SAMPLING_SCALARS),
     )
 
@@ -143,35 +146,14 @@ def _read_metadata(metadata_json: bytes, path: str, faults: Faults) -> dict[str,
     return metadata
 
 
-def _check_dataset_config(metadata: dict[str, Any], dataset: str) -> Iterator[FieldViolation]:
-    try:
-        config = dataset_config(metadata)
-    except InvalidArgumentError as error:
-        yield from error.violations
-        return
-    label = f"data set {config.name or dataset!r}"
-    for group, violations in (
-        ("sampling", check_sampling(config.sampling)),
-        ("stopping", check_stopping(config.stopping)),
-    ):
-        for violation in violations:
-            field = f"metadata.{DATASET_CONFIG_KEY}.{group}.{violation.field}"
-            yield FieldViolation(field, f"{label}: {violation.description}")
-
-
 def decode_batch_id(message: task_pb2.BatchId, path: str, faults: Faults) -> BatchId:
-    match message.WhichOneof("id"):
-        case "step":
-            if message.step < 0:
-                faults.add(f"{path}.step", f"is {message.step}, must not be negative")
-            return message.step
-        case "label":
-            if fault := name_fault(message.label):
-                faults.add(f"{path}.label", fault)
-            return message.label
-        case _:
-            faults.add(path, 'is absent: send a step (7) or a label ("7/gsm8k")')
-            return 0
+    kind = message.WhichOneof("id")
+    if kind is None:
+        faults.add(path, 'is absent: send a step (7) or a label ("7/gsm8k")')
+        return 0
+    batch_id: BatchId = message.step if kind == "step" else message.label
+    faults.add_all(path, check_batch_id(batch_id))
+    return batch_id
 
 
 # Domain to wire
@@ -188,7 +170,7 @@ def encode_config(config: TaskConfig) -> task_pb2.TaskConfig:
         task_deadline_seconds=config.task_deadline_seconds,
     )
     if config.sampling != _NO_SAMPLING:
-        message.sampling.CopyFrom(task_pb2.SamplingParams(**_said(config.sampling)))
+        message.sampling.CopyFrom(encode_sampling(config.sampling))
     if config.stopping != _NO_STOPPING:
         message.stopping.CopyFrom(task_pb2.StoppingCriteria(**_said(config.stopping)))
     if config.retry != _DEFAULT_RETRY:
@@ -198,6 +180,14 @@ def encode_config(config: TaskConfig) -> task_pb2.TaskConfig:
             )
         )
     return message
+
+
+def encode_sampling(params: SamplingParams) -> task_pb2.SamplingParams:
+    said = _said(params)
+    for field in _SAMPLING_LISTS:
+        if field in said:
+            said[field] = {"values": said[field]}
+    return task_pb2.SamplingParams(**said)
 
 
 def _said(params: msgspec.Struct) -> dict[str, Any]:
@@ -234,9 +224,7 @@ def _unsendable_field(task: Task) -> str:
 
 
 def encode_batch_id(batch_id: BatchId) -> task_pb2.BatchId:
-    """Raises InvalidArgumentError for a step that is negative or beyond 64 bits."""
-    if isinstance(batch_id, str):
-        return task_pb2.BatchId(label=batch_id)
-    if not 0 <= batch_id <= _MAX_STEP:
-        raise InvalidArgumentError(f"is {batch_id}, must be 0 or more and fit 64 bits", "batch_id.step")
-    return task_pb2.BatchId(step=batch_id)
+    """Raises InvalidArgumentError for one that the server would refuse anyway."""
+    if violations := tuple(check_batch_id(batch_id)):
+        raise InvalidArgumentError([FieldViolation(f"batch_id.{v.field}", v.description) for v in violations])
+    return task_pb2.BatchId(label=batch_id) if isinstance(batch_id, str) else task_pb2.BatchId(step=batch_id)

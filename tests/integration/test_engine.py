@@ -75,7 +75,7 @@ async def test_five_hundred_tasks_of_which_three_go_wrong() -> None:
     assert len(done) == 500
     wrong = {index: done[reply.task_ids[index]] for index in (100, 200, 300)}
     assert sum(event.state is TaskState.SUCCEEDED for event in done.values()) == 497
-    assert {index: (event.state, event.reason) for index, event in wrong.items()} == {
+    assert {index: (event.state, event.reason.partition(" (test_engine")[0]) for index, event in wrong.items()} == {
         100: (TaskState.FAILED, "ValueError: the handler is broken"),
         200: (TaskState.FAILED, "run_timeout_seconds (30) passed"),
         300: (TaskState.ABORTED, "aborted on request"),
@@ -112,6 +112,15 @@ async def test_a_batch_that_can_never_fit_fails_at_submit_with_the_way_out() -> 
             harness.engine.submission(SubmissionSelector(batch_id=0))
         reply = await harness.submit([task_of() for _ in range(16)])
         assert len(await harness.done(reply)) == 16
+
+
+async def test_a_spec_of_which_no_sample_can_ever_fit_fails_at_the_start() -> None:
+    with pytest.raises(UnplaceableError, match="'agent'"):
+        async with running_engine(gpu_spec(SolvingAgent(), 9.0), pool=two_nodes()):
+            pass
+    with pytest.raises(UnplaceableError, match="'agent'"):
+        async with running_engine(gpu_spec(SolvingAgent(), 2.0, budget_gpus=1)):
+            pass
 
 
 async def test_a_batch_that_does_not_fit_now_waits_with_a_reason_and_starts_when_room_returns() -> None:
@@ -276,6 +285,43 @@ async def test_whatever_a_handler_raises_ends_its_own_sample_only(error: BaseExc
     assert [done[task_id].state for task_id in reply.task_ids[1:]] == [TaskState.SUCCEEDED] * 63
 
 
+async def test_a_handler_that_cancels_its_own_task_ends_its_own_sample_only() -> None:
+    async def cancels_itself(_: Episode) -> AgentResult:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+        raise AssertionError("unreachable")
+
+    async with running_engine(spec_of(ScriptedAgent(bad=cancels_itself), run_timeout_seconds=60.0)) as harness:
+        reply = await harness.submit([task_of("bad"), *(task_of("fine") for _ in range(5))])
+        done = await harness.done(reply)
+        assert harness.engine._supervisor._running == {}
+    states = [done[task_id].state for task_id in reply.task_ids]
+    assert states == [TaskState.FAILED, *[TaskState.SUCCEEDED] * 5]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        AgentResult(termination_reason=7),  # type: ignore[arg-type]
+        AgentResult(answer=None),  # type: ignore[arg-type]
+        AgentResult(reward_inputs=[1]),  # type: ignore[arg-type]
+        "an answer",
+        None,
+    ],
+    ids=repr,
+)
+async def test_a_result_that_is_none_is_the_handlers_fault(result: Any) -> None:
+    async def odd(_: Episode) -> AgentResult:
+        return result  # type: ignore[no-any-return]
+
+    async with running_engine(spec_of(ScriptedAgent(odd=odd))) as harness:
+        (sample,) = await harness.samples(await harness.submit([task_of("odd")]))
+    assert (sample.outcome, sample.phase) == (Outcome.INFRA_OTHER, "run")
+    assert "ScriptedAgent.run" in sample.error
+
+
 class BadScorer(SolvingAgent):
     def __init__(self, returns: object) -> None:
         self.returns = returns
@@ -284,7 +330,11 @@ class BadScorer(SolvingAgent):
         return self.returns  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("returned", [None, 1.0, Reward(score=float("nan"))], ids=["none", "number", "nan"])
+@pytest.mark.parametrize(
+    "returned",
+    [None, 1.0, Reward(score=float("nan")), Reward(score="1"), Reward(score=True), Reward(score=1.0, details=[])],  # type: ignore[arg-type]
+    ids=repr,
+)
 async def test_a_scorer_that_returns_nonsense_is_a_fault_of_its_own(returned: object) -> None:
     async with running_engine(spec_of(BadScorer(returned))) as harness:
         (sample,) = await harness.samples(await harness.submit([task_of()]))
@@ -316,11 +366,232 @@ async def test_a_handler_that_ignores_its_stop_is_given_up_and_its_room_stays_ou
         done = await harness.done(reply)
         assert "did not stop within 5 s" in done[reply.task_ids[0]].reason
         assert done[reply.task_ids[0]].outcomes == {Outcome.AGENT_TIMEOUT: 1}
+        (sample,) = [s for s in await harness.samples(reply) if s.task_id == reply.task_ids[0]]
+        assert (sample.node_ip, sample.phase, len(sample.gpu_ids)) == ("n", "run", 1), "it says where it ran"
+        again = await harness.engine.abort(AbortRequest(selector=harness.selector(reply), wait=True))
+        assert again.still_stopping == (reply.task_ids[0],), "nobody has seen it stop"
         assert done[reply.task_ids[1]].state is TaskState.SUCCEEDED, "what waited behind it runs elsewhere"
         assert pool.free_tokens_for(Resource(gpu=1.0)) == 1
         free.set()
         await settle()
         assert pool.free_tokens_for(Resource(gpu=1.0)) == 2
+
+
+async def test_room_that_is_stranded_holds_nobody_else_back() -> None:
+    clock, started, free = FakeClock(), asyncio.Event(), asyncio.Event()
+
+    async def stubborn(_: Episode) -> AgentResult:
+        started.set()
+        while not free.is_set():
+            try:
+                await free.wait()
+            except asyncio.CancelledError:
+                continue
+        return AgentResult()
+
+    pool = PlacementPool([NodeResource(node_ip="n", gpus=[0, 1], cpu=8, memory_gb=8)])
+    spec = gpu_spec(ScriptedAgent(stubborn=stubborn), 1.0, budget_gpus=2, run_timeout_seconds=10.0)
+    settings = EngineSettings(max_bypass=1)
+    async with running_engine(spec, pool=pool, clock=clock, settings=settings) as harness:
+        await harness.submit([task_of("stubborn")], 1)
+        await started.wait()
+        await clock.advance(20)
+        large = await harness.submit([task_of("large"), task_of("large")], 2)
+        small = [await harness.submit([task_of("small")], 3) for _ in range(20)]
+        for reply in small:
+            await harness.done(reply)
+        (waiting,) = harness.engine.submission(harness.selector(large)).waiting
+        assert "1 tokens are held by handlers that do not stop" in waiting.reason
+        free.set()
+        await harness.done(large)
+
+
+async def test_an_exception_that_cannot_be_printed_ends_its_own_sample_only() -> None:
+    class UnspeakableError(Exception):
+        def __str__(self) -> str:
+            raise SystemError("even this")
+
+    async def unspeakable(_: Episode) -> AgentResult:
+        raise UnspeakableError
+
+    async def endless(_: Episode) -> AgentResult:
+        raise ValueError("x" * 1_000_000)
+
+    async def interrupts(_: Episode) -> AgentResult:
+        raise KeyboardInterrupt
+
+    agent = ScriptedAgent(unspeakable=unspeakable, endless=endless, interrupts=interrupts)
+    async with running_engine(spec_of(agent)) as harness:
+        prompts = ("unspeakable", "endless", "interrupts", "fine")
+        reply = await harness.submit([task_of(prompt) for prompt in prompts])
+        done = await harness.done(reply)
+    reasons = [done[task_id].reason for task_id in reply.task_ids]
+    assert [reason.partition(" (")[0].partition(":")[0] for reason in reasons] == [
+        "UnspeakableError",
+        "ValueError",
+        "KeyboardInterrupt",
+        "",
+    ]
+    assert max(map(len, reasons)) < 5_000
+
+
+async def test_a_cancellation_that_a_handler_leaves_behind_strikes_nobody_else() -> None:
+    async def cancels_and_returns(_: Episode) -> AgentResult:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return AgentResult()
+
+    async def waits(_: Episode) -> AgentResult:
+        await asyncio.sleep(0)
+        return AgentResult()
+
+    agent = ScriptedAgent(bad=cancels_and_returns, waits=waits)
+    spec = spec_of(agent, resource=Resource(concurrency=1), batch_size=None)
+    async with running_engine(spec) as harness:
+        reply = await harness.submit([task_of(prompt) for _ in range(10) for prompt in ("bad", "waits")])
+        done = await harness.done(reply)
+    assert [done[task_id].state for task_id in reply.task_ids[1::2]] == [TaskState.SUCCEEDED] * 10
+
+
+async def test_an_episode_takes_nothing_after_its_end() -> None:
+    leaked: list[Episode] = []
+
+    async def leaks(episode: Episode) -> AgentResult:
+        episode.observe([1])
+        leaked.append(episode)
+        return AgentResult()
+
+    async with running_engine(spec_of(ScriptedAgent(leaks=leaks))) as harness:
+        (sample,) = await harness.samples(await harness.submit([task_of("leaks")]))
+        with pytest.raises(FailedPreconditionError, match="over"):
+            leaked[0].observe([2])
+        with pytest.raises(FailedPreconditionError, match="over"):
+            await leaked[0].generate()
+    assert sample.trajectory.token_ids.tolist() == [1]
+
+
+async def test_the_queue_is_limited_by_samples_too() -> None:
+    async with running_engine(spec_of(GatedAgent()), settings=EngineSettings(max_queued_samples=100)) as harness:
+        await harness.submit([task_of(repeat_times=60)])
+        with pytest.raises(ResourceExhaustedError, match="max_queued_samples"):
+            await harness.submit([task_of(repeat_times=50)])
+        with pytest.raises(InvalidArgumentError, match="split them"):
+            await harness.submit([task_of(repeat_times=60_000) for _ in range(10)])
+        await harness.submit([task_of(repeat_times=40)])
+
+
+async def test_numbers_that_cannot_be_stored_are_refused_by_name() -> None:
+    async with running_engine(spec_of(SolvingAgent())) as harness:
+        task = Task(config=task_of().config, metadata={"answer": 2**70})
+        with pytest.raises(InvalidArgumentError, match="64 bits"):
+            await harness.submit([task])
+
+
+async def test_nothing_is_tried_again_beside_a_handler_that_ignores_its_stop() -> None:
+    clock, free, started = FakeClock(), asyncio.Event(), asyncio.Event()
+    begun: list[int] = []
+
+    async def stubborn(episode: Episode) -> AgentResult:
+        begun.append(episode.attempt_no)
+        started.set()
+        while not free.is_set():
+            try:
+                await free.wait()
+            except asyncio.CancelledError:
+                continue
+        return AgentResult()
+
+    async with running_engine(
+        spec_of(ScriptedAgent(stubborn=stubborn), run_timeout_seconds=10.0), clock=clock
+    ) as harness:
+        reply = await harness.submit([task_of("stubborn", retry=RetryPolicy(max_failure_retries=2))])
+        await started.wait()
+        await clock.advance(20)
+        assert [event.state for event in (await harness.done(reply)).values()] == [TaskState.FAILED]
+        free.set()
+        await settle()
+    assert begun == [1]
+
+
+async def test_an_abort_of_all_waits_for_what_an_earlier_abort_is_still_stopping() -> None:
+    may_stop, stopping = asyncio.Event(), asyncio.Event()
+
+    async def stops_slowly(_: Episode) -> AgentResult:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopping.set()
+            await may_stop.wait()
+        raise AssertionError("unreachable")
+
+    async with running_engine(spec_of(ScriptedAgent(slow=stops_slowly, other=hangs))) as harness:
+        reply = await harness.submit([task_of("slow"), task_of("other")])
+        await harness.until_started(reply, 2)
+        selector = harness.selector(reply)
+        await harness.engine.abort(AbortRequest(selector=selector, task_ids=(reply.task_ids[0],)))
+        await stopping.wait()
+        waiting = asyncio.ensure_future(harness.engine.abort(AbortRequest(selector=selector, wait=True)))
+        await settle()
+        assert not waiting.done()
+        may_stop.set()
+        assert (await waiting).still_stopping == ()
+        with pytest.raises(NotFoundError, match="no task"):
+            await harness.engine.abort(AbortRequest(selector=selector, task_ids=("nobody",)))
+
+
+async def test_a_thousand_deadlines_in_one_moment_end_a_thousand_tasks() -> None:
+    clock, agent = FakeClock(), GatedAgent()
+    async with running_engine(
+        spec_of(agent, resource=Resource(concurrency=1), batch_size=None), clock=clock
+    ) as harness:
+        reply = await harness.submit([task_of(str(n), task_deadline_seconds=60.0) for n in range(1_000)])
+        await harness.until_started(reply, 1)
+        await clock.advance(61)
+        done = await harness.done(reply)
+        assert {event.reason for event in done.values()} == {"task_deadline_seconds (60) passed"}
+        later = await harness.submit([task_of("later")], 1)
+        agent.gate.set()
+        assert [event.state for event in (await harness.done(later)).values()] == [TaskState.SUCCEEDED]
+    assert set(agent.begun) == {"0", "later"}
+
+
+async def test_aborted_batches_hold_nothing_back() -> None:
+    agent = GatedAgent()
+    async with running_engine(gpu_spec(agent, 1.0), pool=two_nodes(), settings=EngineSettings(max_bypass=0)) as harness:
+        running = await harness.submit([task_of("running") for _ in range(10)], 1)
+        await harness.until_started(running, 10)
+        large = await harness.submit([task_of("large") for _ in range(16)], 2)
+        small = await harness.submit([task_of("small")], 3)
+        await settle()
+        assert agent.begun["small"] == 0, "it may not overtake"
+        await harness.engine.abort(AbortRequest(selector=harness.selector(large)))
+        await harness.until_started(small, 1)
+        agent.gate.set()
+
+
+async def test_max_running_samples_takes_no_room_that_it_cannot_use() -> None:
+    agent, pool = GatedAgent(), two_nodes()
+    async with running_engine(
+        gpu_spec(agent, 1.0), pool=pool, settings=EngineSettings(max_running_samples=4)
+    ) as harness:
+        reply = await harness.submit([task_of() for _ in range(16)])
+        await harness.until_started(reply, 4)
+        second = await harness.submit([task_of()], 1)
+        await settle()
+        assert pool.free_tokens_for(Resource(gpu=1.0)) == 12
+        assert "max_running_samples" in harness.engine.submission(harness.selector(second)).waiting[0].reason
+        agent.gate.set()
+        assert len(await harness.done(second)) == 1
+    assert agent.peak == 4
+
+
+async def test_watches_end_with_the_engine() -> None:
+    async with running_engine(spec_of(SolvingAgent())) as harness:
+        frames = harness.engine.watch(EventFilter(), None)
+        await anext(frames)
+    with pytest.raises(StopAsyncIteration):
+        await anext(frames)
 
 
 async def test_a_crashed_worker_loses_its_attempt_which_is_tried_again_and_then_quarantined(

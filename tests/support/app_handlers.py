@@ -35,6 +35,24 @@ class Deaf(Echo):
                 continue
 
 
+class Stubborn(Echo):
+    """Ignores every cancel until it is let go."""
+
+    _may_end = False
+
+    @classmethod
+    def let_go(cls) -> None:
+        cls._may_end = True
+
+    async def run(self, episode: Episode) -> AgentResult:
+        while not self._may_end:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+        return AgentResult()
+
+
 class Blocking(Echo):
     """Holds the whole event loop."""
 

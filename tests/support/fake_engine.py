@@ -33,12 +33,18 @@ from py_scheduler.scheduler.event_log import KIND_OF_EVENT
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from py_scheduler.api.engine_port import PlacementPort
+    from py_scheduler.domain.explanations import TaskExplanation
+
 
 class FakeEngine:
     """Implements `api.engine_port.EnginePort`. `fail_with` is raised by the next calls until it is None again.
 
     finish_at_once: a submitted task is done before its submit returns.
     """
+
+    leases: PlacementPort
+    """Not faked: what leases needs an engine."""
 
     def __init__(self, *, finish_at_once: bool = False) -> None:
         self.store_epoch = os.urandom(16)
@@ -129,6 +135,10 @@ class FakeEngine:
         if self.view is None:
             raise NotFoundError(f"no submission {selector.submission_id or selector.batch_id!r}")
         return self.view
+
+    def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
+        self._maybe_fail()
+        raise NotFoundError(f"no task {task_id!r}")
 
     async def watch(self, event_filter: EventFilter, after_sequence: int | None) -> AsyncIterator[EventFrame]:
         self._maybe_fail()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.ports import Clock, GenerationEngine
+    from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.placement import PlacementPool
 
@@ -96,14 +96,18 @@ async def running_engine(
     pool: PlacementPool | None = None,
     clock: Clock | None = None,
     settings: EngineSettings | None = None,
+    journal: Journal | None = None,
+    max_running_samples: int | None = None,
     generation_engines: Mapping[str, GenerationEngine] | None = None,
     batching_strategy: BatchingStrategy = fifo_batching,
 ) -> AsyncIterator[Harness]:
+    if max_running_samples is not None:
+        settings = EngineSettings(max_running_samples=max_running_samples)
     engine = Engine(
         specs=specs,
         pool=pool,
         generation_engines=generation_engines or {},
-        journal=MemoryJournal(),
+        journal=journal or MemoryJournal(),
         clock=clock or LoopClock(),
         settings=settings or EngineSettings(),
         batching_strategy=batching_strategy,

@@ -43,6 +43,8 @@ class Script:
     """Nothing is generated before it is set."""
     finish: dict[str, Any] | None = None
     weight_versions: list[dict[str, Any]] | None = None
+    misaligned_after: int | None = None
+    """The log-probs of tokens from this one on are those of other tokens."""
 
 
 @dataclass
@@ -57,6 +59,8 @@ class ScriptedSglang:
     disconnects: list[str] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     most_running: int = 0
+    streamed: int = 0
+    """Tokens sent in all."""
     connections: set[int] = field(default_factory=set)
     died_of: str = ""
     base_url: str = ""
@@ -190,6 +194,8 @@ class ScriptedSglang:
         for count in range(1, wanted + 1):
             finish = (script.finish or {"type": "length", "length": wanted}) if count == wanted else None
             await _send(response, _event(body, count, finish, script))
+            self.streamed += 1
+            self._changed.set()
             if script.disconnect_after == count:
                 _drop(request)
                 return False
@@ -226,6 +232,9 @@ def _event(body: dict[str, Any], count: int, finish: dict[str, Any] | None, scri
         "weight_version": "default",
         "output_token_logprobs": [[-i / 100, token_id, None] for i, token_id in enumerate(ids)],
     }
+    if script.misaligned_after is not None:
+        for entry in meta["output_token_logprobs"][script.misaligned_after :]:
+            entry[1] += 1
     if script.weight_versions is not None:
         meta["weight_versions"] = script.weight_versions
     return {"text": "".join(f"t{i}" for i in range(count)), "output_ids": ids, "meta_info": meta}

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, StopCause, TaskDone
-from py_scheduler.domain.generation import LogProbKind, SamplingParams, StoppingCriteria, WeightSpan
+from py_scheduler.domain.generation import FinishReason, LogProbKind, SamplingParams, StoppingCriteria, WeightSpan
 from py_scheduler.domain.limits import MAX_DEADLINE_SECONDS, MAX_REPEAT_TIMES, MAX_RETRIES
-from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState, Timings
+from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, Reward, SampleDone, TaskState, Timings
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
 from py_scheduler.domain.trajectory import Trajectory, Turn
 
@@ -47,8 +47,8 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(maybe(st.floats(-2, 2))),
         presence_penalty=draw(maybe(st.floats(-2, 2))),
         repetition_penalty=draw(maybe(st.floats(0, 2, exclude_min=True))),
-        stop=draw(maybe(st.lists(names, min_size=1, max_size=3).map(tuple))),
-        stop_token_ids=draw(maybe(st.lists(st.integers(0, MAX_INT32), min_size=1, max_size=3).map(tuple))),
+        stop=draw(maybe(st.lists(names, max_size=3).map(tuple))),
+        stop_token_ids=draw(maybe(st.lists(st.integers(0, MAX_INT32), max_size=3).map(tuple))),
         ignore_eos=draw(maybe(st.booleans())),
         sampling_seed=draw(maybe(st.integers(-(2**63), 2**63 - 1))),
     )
@@ -75,6 +75,17 @@ tasks = st.builds(
 batch_ids = st.integers(0, 2**63 - 1) | names
 
 
+turns = st.builds(
+    Turn,
+    start=counts,
+    end=counts,
+    source=names,
+    text=texts,
+    finish_reason=maybe(st.sampled_from(FinishReason)),
+    log_prob_kind=maybe(st.sampled_from(LogProbKind)),
+)
+
+
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     length = draw(st.integers(0, 5))
@@ -82,15 +93,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         token_id_bytes=draw(st.binary(min_size=4 * length, max_size=4 * length)),
         log_prob_bytes=draw(st.binary(min_size=4 * length, max_size=4 * length)),
         loss_mask_bytes=draw(st.binary(min_size=length, max_size=length)),
-        turns=tuple(
-            draw(
-                st.lists(
-                    st.builds(Turn, start=counts, end=counts, source=names, text=texts, finish_reason=texts), max_size=2
-                )
-            )
-        ),
+        turns=tuple(draw(st.lists(turns, max_size=2))),
         weight_spans=tuple(draw(st.lists(st.builds(WeightSpan, version=texts, start=counts, end=counts), max_size=2))),
-        log_prob_kind=draw(st.sampled_from(LogProbKind)),
     )
 
 
@@ -106,7 +110,7 @@ def samples(draw: st.DrawFn) -> SampleDone:
         trajectory=draw(trajectories()),
         termination_reason=draw(texts),
         error=draw(texts),
-        phase=draw(texts),
+        phase=draw(st.just("") | st.sampled_from(EpisodePhase)),
         node_ip=node_ip,
         gpu_ids=tuple(draw(st.lists(counts, max_size=3))) if node_ip else (),
         timings=draw(

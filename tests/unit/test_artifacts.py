@@ -61,6 +61,10 @@ def test_a_row_holds_aligned_arrays(tmp_path: Path) -> None:
     assert first["loss_mask"] == [0, 0, 0, 1, 1]
     np.testing.assert_allclose(first["log_probs"], [0, 0, 0, -0.5, -0.5])
     assert first["weight_spans"] == [{"version": "v1", "start": 3, "end": 5}]
+    assert first["turns"] == [
+        {"start": 0, "end": 3, "source": "environment", "finish_reason": None, "log_prob_kind": None},
+        {"start": 3, "end": 5, "source": "student", "finish_reason": "stop", "log_prob_kind": "sampled"},
+    ]
     assert (first["dataset"], first["client_key"], first["outcome"], first["reward"]) == ("gcd", "gcd/0", "solved", 1.0)
     assert (first["prompt"], first["answer"]) == ("what?", "that")
     assert first["reward_details_json"] == '{"expected":"é"}'

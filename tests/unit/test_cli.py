@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from py_scheduler.app import build, make_handler
+from py_scheduler.app import build
 from py_scheduler.cli import main
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
 from py_scheduler.config import parse_config
@@ -24,7 +24,6 @@ from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import SampleDone
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import ConfigError, FailedPreconditionError, ServerError
-from tests.support.app_handlers import Echo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +104,24 @@ def test_a_rollout_through_a_served_process(started: Any) -> None:
         (evaluator,) = client.server_info().evaluators
         assert evaluator.handler == "tests.support.app_handlers:Echo"
     command.process.send_signal(signal.SIGTERM)
-    assert command.end()[0] == 0
+    code, stderr = command.end()
+    assert code == 0
+    for line in (
+        r"configuration \S+scheduler.toml",
+        "cluster: no layout",
+        "evaluator echo: importing tests.support.app_handlers:Echo",
+        r"batch_id 7 \(s[0-9a-f]+\): 20 tasks accepted",
+        r"batch_id 7 \(s[0-9a-f]+\): every task is done: 20 succeeded",
+    ):
+        assert len(re.findall(f"INFO py_scheduler.*{line}", stderr)) == 1, line
+
+
+def test_a_handler_beside_its_configuration_and_a_quiet_log(started: Any, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("from tests.support.app_handlers import Echo\nclass Mine(Echo): pass\n")
+    command = started(EVALUATOR.replace("tests.support.app_handlers:Echo", "beside:Mine") + SERVER, "--log-level=error")
+    command.address()
+    command.process.send_signal(signal.SIGTERM)
+    assert command.end() == (0, "")
 
 
 def test_flags_beat_variables_which_beat_the_file(started: Any) -> None:
@@ -165,7 +181,7 @@ def test_status_shows_the_server_and_a_submission(started: Any, capsys: pytest.C
         ),
         (EVALUATOR + "[cluster]\nlayout = 'nothing.json'", r"cluster\.layout"),
         (EVALUATOR + "[cluster.layout]\nn1 = [0, 0]\nn2 = [-1]", r"(?s)cluster\.layout\.n1: .*cluster\.layout\.n2: "),
-        (EVALUATOR.replace("Echo", "Missing"), r"evaluator\[0\]\.handler: cannot import .*AttributeError"),
+        (EVALUATOR.replace("Echo", "Missing"), r"evaluator\[0\]\.handler: module tests.* has no class Missing"),
         (EVALUATOR.replace("tests.support", "nowhere"), r"evaluator\[0\]\.handler: .*PYTHONPATH"),
         (EVALUATOR.replace("Echo", "NoAgent"), r"evaluator\[0\]\.handler: .*BaseAgent"),
         (EVALUATOR.replace("Echo", "NOT_A_CLASS"), r"evaluator\[0\]\.handler: .*BaseAgent"),
@@ -204,15 +220,24 @@ def test_a_start_up_error_ends_the_process_with_a_clear_message(started: Any) ->
     second = started(EVALUATOR, f"--listen={address}")
     code, stderr = second.end()
     assert code == 2
-    assert stderr.startswith(f"py-scheduler: server.listen: cannot listen on {address}: the port is taken")
+    assert f"\npy-scheduler: server.listen: cannot listen on {address}: the port is taken" in stderr
     assert "Traceback" not in stderr
     # Two seconds are the promise; a busy machine needs longer to start Python and import grpc alone.
     assert time.monotonic() - begin < 10
 
 
-def test_make_handler_takes_nested_classes_and_arguments() -> None:
-    handler = make_handler("tests.support.app_handlers:Echo", {"seconds": 1.5}, "evaluator[0]")
-    assert isinstance(handler, Echo)
+def test_a_host_of_another_machine_is_told_from_a_port_that_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config_file(tmp_path, EVALUATOR + '[server]\nlisten = "203.0.113.7:50051"\ninsecure_remote = true\n')
+    assert main(["serve", "--config", str(file)]) == 2
+    assert "cannot listen on 203.0.113.7:50051: the host is not one of this machine" in capsys.readouterr().err
+
+
+def test_an_sglang_that_is_down_names_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = "[generation.student]\nkind = 'sglang'\nbase_url = 'http://127.0.0.1:1'\n"
+    assert main(["serve", "--config", str(config_file(tmp_path, EVALUATOR + SERVER + engine))]) == 1
+    assert "generation.student.base_url: the engine does not start: http://127.0.0.1:1" in capsys.readouterr().err
 
 
 # The stop
@@ -249,10 +274,13 @@ async def test_sigterm_lets_running_samples_finish_and_streams_end_with_a_cursor
     assert (code, "Traceback" in stderr) == (0, False)
 
 
-@pytest.mark.parametrize("handler", ["Deaf", "Blocking"])
+@pytest.mark.parametrize(("handler", "grace", "code", "within"), [("Deaf", 4.5, 0, 9.0), ("Blocking", 0.2, 1, 15.0)])
 @pytest.mark.slow
-async def test_a_handler_that_will_not_end_does_not_keep_the_process(started: Any, handler: str) -> None:
-    settings = "drain_seconds = 0.2\n[scheduler]\nstop_grace_seconds = 0.2\n"
+async def test_a_handler_that_will_not_end_does_not_keep_the_process(
+    started: Any, handler: str, grace: float, code: int, within: float
+) -> None:
+    """What blocks the loop needs the watchdog; what only ignores its stop gets one grace, and an orderly end."""
+    settings = f"drain_seconds = 0.5\n[scheduler]\nstop_grace_seconds = {grace}\n"
     command = started(EVALUATOR.replace("Echo", handler) + SERVER + settings)
     address = await asyncio.to_thread(command.address)
     async with SchedulerClient.connect(address, reconnect_seconds=0.0) as client:
@@ -265,8 +293,9 @@ async def test_a_handler_that_will_not_end_does_not_keep_the_process(started: An
             await frames.aclose()
     begin = time.monotonic()
     command.process.send_signal(signal.SIGTERM)
-    await asyncio.to_thread(command.end)
-    assert time.monotonic() - begin < 15
+    ended_with, stderr = await asyncio.to_thread(command.end)
+    assert ended_with == code, stderr
+    assert time.monotonic() - begin < within
 
 
 def test_a_second_signal_ends_at_once(started: Any) -> None:
@@ -279,7 +308,8 @@ def test_a_second_signal_ends_at_once(started: Any) -> None:
                 break
     command.process.send_signal(signal.SIGINT)
     assert command.process.stderr is not None
-    assert "stopping" in command.process.stderr.readline()
+    while "stopping" not in (line := command.process.stderr.readline()):
+        assert line, "the server ended before it said that it stops"
     command.process.send_signal(signal.SIGINT)
     assert command.end()[0] == 130
 

@@ -135,6 +135,8 @@ def test_only_an_evaluator_is_needed() -> None:
         (EVALUATOR + "[scheduler]\nmax_bypas = 1", "scheduler.max_bypas", "did you mean max_bypass"),
         (EVALUATOR + "[scheduler]\nmax_bypass = -1", "scheduler.max_bypass", "not negative"),
         (EVALUATOR + "[scheduler]\nmax_running_samples = 0", "scheduler.max_running_samples", "at least 1"),
+        (EVALUATOR + "[scheduler]\nstop_grace_seconds = -1", "scheduler.stop_grace_seconds", "not negative"),
+        (EVALUATOR + "[scheduler]\nstop_grace_seconds = 601", "scheduler.stop_grace_seconds", "at most 600"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = inf", "scheduler.stop_grace_seconds", "finite"),
         (EVALUATOR + "[cluster]\nnum_cpus = -4", "cluster.num_cpus", ">= 0"),
         (EVALUATOR + "[sampling]\ntemperature = -1", "sampling.temperature", "at least 0"),
@@ -207,11 +209,14 @@ def test_a_flag_beats_the_environment_which_beats_the_file() -> None:
 def test_a_knob_that_is_no_number_is_named_as_it_was_turned() -> None:
     (override,) = overrides_of({}, {"PY_SCHEDULER_ENV_NUM_CPUS": "many"})
     assert faults_of(EVALUATOR, override) == {"PY_SCHEDULER_ENV_NUM_CPUS": "is 'many', must be a number"}
+    (override,) = overrides_of({"--log-level": "loud"}, {})
+    assert faults_of(EVALUATOR, override) == {"--log-level": "is 'loud', must be one of debug, info, warning, error"}
 
 
 @pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.flag)
 def test_every_knob_reaches_a_known_key(knob: Knob) -> None:
-    (override,) = overrides_of({knob.flag: "127.0.0.1:7" if knob.parse is str else "7"}, {})
+    text = knob.choices[0] if knob.choices else "127.0.0.1:7" if knob.parse is str else "7"
+    (override,) = overrides_of({knob.flag: text}, {})
     text = EVALUATOR + "[server]\n[cluster]\n"
     before, after = parse_config(text), parse_config(text, [override])
     assert before != after

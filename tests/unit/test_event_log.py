@@ -13,12 +13,12 @@ from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.domain.events import EventRecord, TaskDone
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
 from py_scheduler.domain.results import TaskState
-from py_scheduler.errors import CursorExpiredError, InvalidArgumentError
+from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, ResourceExhaustedError
 from py_scheduler.scheduler import event_log as event_log_module
 from py_scheduler.scheduler.event_log import EventLog
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
 
 def record(sequence: int, submission_id: str = "s", namespace: str = "default") -> EventRecord:
@@ -46,6 +46,10 @@ class SlowJournal(MemoryJournal):
         super().append(records)
         self._on_commit = on_commit
 
+    def start(self, on_commit: Callable[[int], None], on_failure: Callable[[Exception], None]) -> None:
+        super().start(on_commit, on_failure)
+        self.fail = on_failure
+
     def commit(self, through_sequence: int) -> None:
         assert self._on_commit is not None
         self._on_commit(through_sequence)
@@ -53,7 +57,7 @@ class SlowJournal(MemoryJournal):
 
 def log_with(count: int, journal: MemoryJournal | None = None) -> EventLog:
     log = EventLog(journal or MemoryJournal())
-    log.start()
+    log.start(0)
     for sequence in range(1, count + 1):
         log.append(record(sequence, submission_id=f"s{sequence % 2}"))
     log.flush()
@@ -160,7 +164,7 @@ async def test_a_watcher_behind_the_tail_reads_the_journal() -> None:
 @pytest.mark.usefixtures("short_tail")
 async def test_a_watcher_behind_the_retention_is_told_of_the_gap() -> None:
     log = EventLog(MemoryJournal(retained_events=50))
-    log.start()
+    log.start(0)
     frames = log.watch(EventFilter(), 0)
     await anext(frames)
     for sequence in range(1, 1_001):
@@ -170,6 +174,66 @@ async def test_a_watcher_behind_the_retention_is_told_of_the_gap() -> None:
         await anext(frames)
     assert raised.value.oldest_sequence == 951
     assert await read(log.watch(EventFilter(), None), 1_000) == list(range(951, 1_001))
+
+
+async def test_a_hole_in_the_sequence_is_refused_at_once() -> None:
+    log = log_with(1)
+    with pytest.raises(AssertionError, match="hole"):
+        log.append(record(3))
+
+
+async def test_closing_ends_the_watches_after_what_is_committed() -> None:
+    log = log_with(2)
+    frames = log.watch(EventFilter(), 0)
+    waiting = asyncio.ensure_future(read(frames, 99))
+    await asyncio.sleep(0)
+    log.append(record(3))
+    log.close()
+    with pytest.raises(AssertionError, match="the stream ended"):
+        await waiting
+    assert await read(log.watch(EventFilter(), 0), 3) == [1, 2, 3]
+
+
+async def test_the_tail_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log_module, "_TAIL_BYTES", 50 * 600)
+    log = log_with(0)
+    frames = log.watch(EventFilter(), 0)
+    await anext(frames)
+    for sequence in range(1, 1_001):
+        log.append(record(sequence))
+        log.flush()
+    assert len(log._tail) <= 100
+    assert log._tail_bytes == sum(kept.size for kept in log._tail)
+    assert await read(frames, 1_000) == list(range(1, 1_001))
+
+
+async def test_what_is_read_back_from_the_journal_keeps_no_encoded_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log_module, "_TAIL_EVENTS", 10)
+    log = log_with(1_000)
+    frames = log.watch(EventFilter(), 0)
+    frame = await anext(frames)
+    for served in frame.records:
+        served.encoded = b"encoded"
+    await anext(frames)
+    oldest_in_tail = log._tail[0].sequence
+    kept = [served.encoded for served in frame.records if served.sequence < oldest_in_tail]
+    assert kept
+    assert set(kept) == {None}
+
+
+async def test_a_journal_that_cannot_write_is_said_so_until_it_can_again() -> None:
+    journal = SlowJournal()
+    log = log_with(1, journal)
+    waiting = asyncio.ensure_future(log.wait_committed(1))
+    await asyncio.sleep(0)
+    journal.fail(OSError(28, "No space left on device"))
+    with pytest.raises(ResourceExhaustedError, match="again later"):
+        await waiting
+    with pytest.raises(ResourceExhaustedError):
+        log.check_writable()
+    journal.commit(1)
+    log.check_writable()
+    await log.wait_committed(1)
 
 
 async def test_a_sequence_of_the_future_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ def test_the_demo_shares_gpus() -> None:
     assert spec.sample_resource == Resource(gpu=0.5, cpu=1.0, memory_gb=2.0)
 
 
+def minimal_client() -> str:
+    """Without the words above it."""
+    return (ROOT / "examples/minimal_client.py").read_text(encoding="utf-8").rpartition('"""')[2].strip()
+
+
+def test_the_client_in_the_readme_is_the_minimal_client() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert minimal_client() in [block.strip() for block in blocks]
+
+
 def test_the_minimal_client_is_minimal() -> None:
-    code = (ROOT / "examples/minimal_client.py").read_text(encoding="utf-8").rpartition('"""')[2]
+    code = minimal_client()
     assert len([line for line in code.splitlines() if line.strip()]) <= 20

@@ -17,6 +17,7 @@ from py_scheduler.scheduler.commands import (
     AcceptTasks,
     Command,
     EndAttempt,
+    InterruptAttempt,
     LeaseAttempts,
     StartAttempt,
     StopTasks,
@@ -167,6 +168,31 @@ def test_a_stop_ends_what_waits_now_and_what_runs_with_its_report() -> None:
     assert driver.tell(stop()) == []
 
 
+def test_a_task_named_twice_is_stopped_once() -> None:
+    driver = Driver(accept(task(), task()))
+    driver.tell(stop("s-0", "s-0", "s-1"))
+    assert [done.task_id for done in driver.done()] == ["s-0", "s-1"]
+    assert driver.ledger.last_sequence == len(driver.events)
+
+
+def test_no_attempt_follows_one_whose_handler_may_still_be_at_work() -> None:
+    driver = Driver(accept(task(max_failure_retries=3)), start("s-0"))
+    driver.tell(EndAttempt(AttemptRef("s-0", 0, 1), AttemptState.TIMED_OUT, (), "stuck", 3.0, is_stop_confirmed=False))
+    assert [done.reason for done in driver.done()] == ["stuck"]
+
+
+def test_a_restart_takes_no_retry() -> None:
+    driver = Driver(accept(task(max_loss_retries=0)), start("s-0"))
+    for attempt_no in (1, 2, 3):
+        (ended,) = driver.tell(InterruptAttempt(AttemptRef("s-0", 0, attempt_no), 5.0))
+        assert isinstance(ended, AttemptEnded)
+        assert ended.next_attempt_no == attempt_no + 1
+        driver.tell(start("s-0", attempt_no=attempt_no + 1))
+    driver.tell(stop("s-0"))
+    driver.tell(InterruptAttempt(AttemptRef("s-0", 0, 4), 6.0))
+    assert [done.state for done in driver.done()] == [TaskState.ABORTED]
+
+
 def test_a_stopped_task_is_not_retried() -> None:
     driver = Driver(accept(task(max_failure_retries=3)), start("s-0"), stop("s-0"))
     driver.tell(end("s-0", AttemptState.FAILED))
@@ -231,10 +257,11 @@ ended_states = st.sampled_from(
 )
 commands = st.lists(
     st.one_of(
-        refs.map(lambda ref: LeaseAttempts((ref,))),
+        st.lists(refs, max_size=3).map(lambda some: LeaseAttempts(tuple(some))),
+        refs.map(lambda ref: InterruptAttempt(ref, 2.0)),
         refs.map(lambda ref: StartAttempt(ref, "n", (), 2.0)),
         st.builds(lambda ref, state: end(ref.task_id, state, ref.subtask_no, ref.attempt_no), refs, ended_states),
-        st.builds(stop, st.sampled_from(["s-0", "s-1", "s-2"])),
+        st.lists(st.sampled_from(["s-0", "s-1", "s-2"]), min_size=1, max_size=3).map(lambda some: stop(*some)),
     ),
     max_size=60,
 )
@@ -284,4 +311,6 @@ def _assert_folding_gives_the_same_state(driver: Driver) -> None:
     left, right = again.submission("s"), driver.ledger.submission("s")
     assert left is not None
     assert right is not None
-    assert (left.attempts_in, left.done_tasks) == (right.attempts_in, right.done_tasks)
+    for field in ("attempts_in", "done_tasks", "client_keys", "request_ids", "next_task_no", "key"):
+        assert getattr(left, field) == getattr(right, field)
+    assert again.request("default", "r") == driver.ledger.request("default", "r")

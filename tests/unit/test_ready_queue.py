@@ -5,7 +5,7 @@ from __future__ import annotations
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.task import BatchId, sort_batch_id
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyQueue
+from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyEntry, ReadyQueue
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
 
@@ -19,6 +19,7 @@ def attempts(name: str, count: int = 1, batch_id: BatchId = 0) -> list[PlannedAt
             task=task_of(name),
             first_sample_no=number,
             sample_count=1,
+            submission_id="s",
             namespace="default",
             batch_key=sort_batch_id(batch_id),
             queued_at=0.0,
@@ -31,8 +32,8 @@ def push(queue: ReadyQueue, name: str, *, spec: str = "small", count: int = 1, b
     queue.push(SPECS[spec], attempts(name, count, batch_id), 0.0)
 
 
-def name_of(entry: ReadyBatch | None) -> str | None:
-    return None if entry is None else entry.attempts[0].ref.task_id
+def name_of(entry: ReadyEntry | None) -> str | None:
+    return entry.attempts[0].ref.task_id if isinstance(entry, ReadyBatch) else None
 
 
 def admit_all(queue: ReadyQueue) -> list[str | None]:
@@ -84,16 +85,21 @@ def test_overtaking_is_bounded() -> None:
     assert admit_all(queue)[:2] == ["blocked", "small-3"]
 
 
-def test_pruned_attempts_are_gone_and_a_smaller_batch_has_a_smaller_shape() -> None:
+def test_a_dropped_entry_is_gone_and_counts_against_nobody() -> None:
     queue = ReadyQueue(max_bypass=8)
-    push(queue, "gone", count=2)
-    push(queue, "half", count=4)
-    queue.prune(lambda attempt: attempt.ref.task_id == "half" and attempt.ref.subtask_no % 2 == 0)
-    assert len(queue) == 1
-    entry = queue.offer()
-    assert entry is not None
-    assert [attempt.ref.subtask_no for attempt in entry.attempts] == [0, 2]
-    assert entry.shape == ("small", 2)
-    queue.admit(entry)
-    assert len(queue) == 0
-    assert queue.offer() is None
+    push(queue, "blocked", spec="large", count=4)
+    push(queue, "ended", count=2)
+    push(queue, "last")
+    blocked = queue.offer()
+    assert blocked is not None
+    queue.refuse(blocked)
+    ended = queue.offer()
+    assert name_of(ended) == "ended"
+    assert ended is not None
+    queue.drop(ended)
+    assert (len(queue), blocked.bypassed) == (2, 0)
+    assert [name_of(entry) for entry in queue.batches_of("s")] == ["blocked", "last"]
+    assert admit_all(queue) == ["last"]
+    queue.unblock()
+    assert admit_all(queue) == ["blocked"]
+    assert list(queue.batches_of("s")) == []

@@ -53,6 +53,9 @@ class ScriptedEpisode:
         self.messages = list(messages)
         return [1, 2, 3]
 
+    async def observe_chat(self, messages: Sequence[ChatMessage]) -> None:
+        self.observe(await self.encode_chat(messages), "\n".join(message.content for message in messages))
+
     async def encode(self, text: str) -> list[int]:
         raise NotImplementedError
 

@@ -318,6 +318,26 @@ async def test_silence_before_any_token_is_retried_after_an_abort() -> None:
         assert server.aborts == [server.rids[0]]
 
 
+@pytest.mark.parametrize("aligned", [0, 3])
+async def test_log_probs_of_other_tokens_are_an_error_that_keeps_the_tokens_before_them(aligned: int) -> None:
+    async with engine_on() as (engine, server):
+        spans = [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 8}]
+        server.scripts.append(Script(misaligned_after=aligned, weight_versions=spans))
+        with pytest.raises(EngineUnavailableError, match="do not match") as caught:
+            await engine.generate(request())
+        partial = partial_of(caught.value)
+        assert (partial.token_ids, len(partial.log_probs)) == (ids(aligned), aligned)
+        assert partial.weight_spans == ((WeightSpan("1", 0, 2), WeightSpan("2", 2, 3)) if aligned else ())
+
+
+async def test_silence_keeps_the_tokens_before_log_probs_of_other_tokens() -> None:
+    async with engine_on(idle_read_timeout_seconds=0.05) as (engine, server):
+        server.scripts.append(Script(stall_after=5, misaligned_after=4, deaf=True))
+        with pytest.raises(EngineUnavailableError) as caught:
+            await engine.generate(request())
+        assert partial_of(caught.value).token_ids == ids(4)
+
+
 # -- aborting and cancelling
 
 

@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
-from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, TrajectoryBuilder
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, ENVIRONMENT, TrajectoryBuilder
 
 token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 
 
-def generation(token_ids: list[int], version: str = "v1") -> Generation:
+def generation(token_ids: list[int], version: str = "v1", log_prob_kind: LogProbKind = LogProbKind.MODEL) -> Generation:
     return Generation(
         token_ids=token_ids,
         log_probs=[-0.5] * len(token_ids),
         text="text",
         finish_reason=FinishReason.STOP,
         weight_spans=(WeightSpan(version, 0, len(token_ids)),),
-        log_prob_kind=LogProbKind.MODEL,
+        log_prob_kind=log_prob_kind,
     )
 
 
@@ -46,6 +46,19 @@ def test_arrays_are_aligned_and_the_mask_is_one_exactly_on_generated_tokens(
     assert all(trajectory.loss_mask[span.start : span.end].all() for span in trajectory.weight_spans)
 
 
+def test_each_turn_says_what_its_log_probs_are() -> None:
+    builder = TrajectoryBuilder()
+    builder.append_environment([1])
+    builder.append_generation(generation([2]), "student")
+    builder.append_generation(generation([3], log_prob_kind=LogProbKind.SAMPLED), "teacher")
+    kinds = [(turn.source, turn.log_prob_kind, turn.finish_reason) for turn in builder.build().turns]
+    assert kinds == [
+        (ENVIRONMENT, None, None),
+        ("student", LogProbKind.MODEL, FinishReason.STOP),
+        ("teacher", LogProbKind.SAMPLED, FinishReason.STOP),
+    ]
+
+
 def test_arrays_are_views_that_cannot_be_written() -> None:
     builder = TrajectoryBuilder()
     builder.append_environment([1, 2])
@@ -62,11 +75,11 @@ def test_tokens_without_log_probs_are_refused() -> None:
         TrajectoryBuilder().append_generation(broken, "student")
 
 
-@pytest.mark.parametrize("faulty", [[1, "2"], [1, 2**31], [1, 2.5]])
+@pytest.mark.parametrize("faulty", [[1, "2"], [1, 2**31], [1, 2.5], [1, -5]])
 def test_a_faulty_token_id_raises_and_leaves_the_arrays_aligned(faulty: list[object]) -> None:
     builder = TrajectoryBuilder()
     builder.append_environment([7])
-    with pytest.raises((TypeError, OverflowError)):
+    with pytest.raises((TypeError, OverflowError, ValueError)):
         builder.append_environment(faulty)  # type: ignore[arg-type]
     trajectory = builder.build()
     assert (trajectory.token_ids.tolist(), len(trajectory.log_probs), len(trajectory)) == ([7], 1, 1)

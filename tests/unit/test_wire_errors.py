@@ -18,7 +18,7 @@ EXAMPLES: dict[str, SchedulerError] = {
     "ResourceExhaustedError": errors.ResourceExhaustedError("full", 2.5),
     "ServerError": ServerError("broken", "DATA_LOSS"),
 }
-BASES = {"SchedulerError", "GenerationError"}
+BASES = {"SchedulerError"}
 
 
 def travel(error: SchedulerError) -> SchedulerError:

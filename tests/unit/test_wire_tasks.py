@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 from py_scheduler.domain.generation import SamplingParams
-from py_scheduler.domain.limits import MAX_NAME_LENGTH, MAX_REPEAT_TIMES
+from py_scheduler.domain.limits import MAX_NAME_LENGTH, MAX_REPEAT_TIMES, MAX_VIOLATIONS
 from py_scheduler.domain.requests import SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.wire.faults import MAX_FAULTS
 from py_scheduler.wire.requests import decode_submit_request
 from py_scheduler.wire.submissions import encode_submission_chunks
 from tests.support import strategies
@@ -46,6 +45,13 @@ def travel(tasks: list[Task], batch_id: BatchId = 1, max_tasks: int = 10, max_by
 @given(st.lists(strategies.tasks, min_size=1, max_size=6), strategies.batch_ids, st.integers(1, 3), st.integers(1, 200))
 def test_tasks_travel_unchanged(tasks: list[Task], batch_id: BatchId, max_tasks: int, max_bytes: int) -> None:
     assert travel(tasks, batch_id, max_tasks, max_bytes).tasks == tuple(tasks)
+
+
+def test_no_stops_at_all_is_not_the_same_as_nothing_said() -> None:
+    silenced = TaskConfig(task_type="a", sampling=SamplingParams(stop=(), stop_token_ids=()))
+    (silent, quiet) = travel([Task(config=silenced), Task(config=TaskConfig(task_type="a"))]).tasks
+    assert silent.config.sampling == SamplingParams(stop=(), stop_token_ids=())
+    assert quiet.config.sampling == SamplingParams()
 
 
 def test_a_config_is_sent_and_decoded_once() -> None:
@@ -134,7 +140,7 @@ def test_defaults_are_filled_in() -> None:
         (request(request_id="a\0b"), "request_id", "cannot be printed"),
         (request(namespace="a\n"), "namespace", "cannot be printed"),
         (request(batch_id=None), "batch_id", "absent"),
-        (request(batch_id=task_pb2.BatchId(step=-1)), "batch_id.step", "-1, must not be negative"),
+        (request(batch_id=task_pb2.BatchId(step=-1)), "batch_id.step", "-1, must be 0 or more"),
         (request(batch_id=task_pb2.BatchId(label="")), "batch_id.label", "empty"),
         (request(tasks=[]), "tasks", "at least 1"),
         (request(tasks=[task_pb2.Task()] * (MAX_TASKS + 1)), "tasks", "1001.*at most 1000"),
@@ -177,9 +183,9 @@ def test_defaults_are_filled_in() -> None:
         (sampling_with(frequency_penalty=-3), "default_config.sampling.frequency_penalty", "at least -2"),
         (sampling_with(presence_penalty=3), "default_config.sampling.presence_penalty", "at most 2"),
         (sampling_with(repetition_penalty=0), "default_config.sampling.repetition_penalty", "above 0"),
-        (sampling_with(stop=[""]), "default_config.sampling.stop", "none of them empty"),
-        (sampling_with(stop=["x"] * 65), "default_config.sampling.stop", "at most 64"),
-        (sampling_with(stop_token_ids=[-1]), "default_config.sampling.stop_token_ids", "negative"),
+        (sampling_with(stop={"values": [""]}), "default_config.sampling.stop", "none of them empty"),
+        (sampling_with(stop={"values": ["x"] * 65}), "default_config.sampling.stop", "at most 64"),
+        (sampling_with(stop_token_ids={"values": [-1]}), "default_config.sampling.stop_token_ids", "negative"),
         (metadata_with("{"), "tasks[0].metadata_json", "not JSON"),
         (metadata_with(b'{"a": "\xff"}'), "tasks[0].metadata_json", "not JSON"),
         (metadata_with("NaN"), "tasks[0].metadata_json", "not JSON"),
@@ -213,7 +219,7 @@ def test_a_fault_is_found_and_named(message: service.SubmitTasksRequest, field: 
 
 def test_all_faults_are_told_up_to_a_bound() -> None:
     faults = faults_of(request(tasks=[task_pb2.Task(metadata_json=b"x")] * 100))
-    assert len(faults) == MAX_FAULTS + 1
+    assert len(faults) == MAX_VIOLATIONS + 1
     assert faults[""] == "and more"
 
 

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from py_scheduler._generated.rollout_scheduler.v1 import event_pb2 as _event_pb2
+from py_scheduler._generated.rollout_scheduler.v1 import placement_service_pb2 as _placement_service_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import resource_pb2 as _resource_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2 as _task_pb2
 import builtins as _builtins
@@ -44,6 +45,32 @@ EVENT_KIND_ATTEMPT_ENDED: EventKind.ValueType  # 3
 EVENT_KIND_ABORT_REQUESTED: EventKind.ValueType  # 4
 EVENT_KIND_TASK_DONE: EventKind.ValueType  # 5
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
+
+class _TaskPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TaskPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TaskPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TASK_PHASE_UNSPECIFIED: _TaskPhase.ValueType  # 0
+    TASK_PHASE_QUEUED: _TaskPhase.ValueType  # 1
+    TASK_PHASE_LEASED: _TaskPhase.ValueType  # 2
+    """Admitted; its handler has not begun."""
+    TASK_PHASE_RUNNING: _TaskPhase.ValueType  # 3
+    TASK_PHASE_DONE: _TaskPhase.ValueType  # 4
+    """It had its TaskDone."""
+
+class TaskPhase(_TaskPhase, metaclass=_TaskPhaseEnumTypeWrapper):
+    """Where a task stands: the state of its foremost attempt."""
+
+TASK_PHASE_UNSPECIFIED: TaskPhase.ValueType  # 0
+TASK_PHASE_QUEUED: TaskPhase.ValueType  # 1
+TASK_PHASE_LEASED: TaskPhase.ValueType  # 2
+"""Admitted; its handler has not begun."""
+TASK_PHASE_RUNNING: TaskPhase.ValueType  # 3
+TASK_PHASE_DONE: TaskPhase.ValueType  # 4
+"""It had its TaskDone."""
+Global___TaskPhase: _TypeAlias = TaskPhase  # noqa: Y015
 
 class _AbortState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -345,6 +372,179 @@ class GetSubmissionResponse(_message.Message):
 Global___GetSubmissionResponse: _TypeAlias = GetSubmissionResponse  # noqa: Y015
 
 @_typing.final
+class ExplainTaskRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    namespace: _builtins.str
+    """Absent or empty: "default"."""
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        namespace: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainTaskRequest: _TypeAlias = ExplainTaskRequest  # noqa: Y015
+
+@_typing.final
+class EntryAhead(_message.Message):
+    """One entry of the ready queue that is served before another. A lease of another scheduler has no tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_SECONDS_FIELD_NUMBER: _builtins.int
+    BYPASSED_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    tasks: _builtins.int
+    tokens: _builtins.int
+    """What it needs at once."""
+    waiting_seconds: _builtins.float
+    bypassed: _builtins.int
+    @_builtins.property
+    def batch_id(self) -> _task_pb2.BatchId: ...
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        batch_id: _task_pb2.BatchId | None = ...,
+        tasks: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        waiting_seconds: _builtins.float = ...,
+        bypassed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "bypassed", b"bypassed", "namespace", b"namespace", "tasks", b"tasks", "tokens", b"tokens", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EntryAhead: _TypeAlias = EntryAhead  # noqa: Y015
+
+@_typing.final
+class TaskWait(_message.Message):
+    """One batch with attempts of the task that waits for room."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVALUATOR_ID_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WAITING_SECONDS_FIELD_NUMBER: _builtins.int
+    BYPASSED_FIELD_NUMBER: _builtins.int
+    MAX_BYPASS_FIELD_NUMBER: _builtins.int
+    WANTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FREE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    NODES_IN_ALL_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
+    AHEAD_IN_ALL_FIELD_NUMBER: _builtins.int
+    evaluator_id: _builtins.str
+    tasks: _builtins.int
+    """Tasks and attempts of the batch."""
+    attempts: _builtins.int
+    reason: _builtins.str
+    waiting_seconds: _builtins.float
+    bypassed: _builtins.int
+    """How often a later batch was admitted before it, and how often that may happen."""
+    max_bypass: _builtins.int
+    wanted_tokens: _builtins.int
+    """What it needs at once, what is free and what the empty pool has; the last two are 0 without a pool."""
+    free_tokens: _builtins.int
+    max_tokens: _builtins.int
+    nodes_in_all: _builtins.int
+    ahead_in_all: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[_placement_service_pb2.NodeShortage]:
+        """At most 100, the freest first; none without a pool."""
+
+    @_builtins.property
+    def ahead(self) -> _containers.RepeatedCompositeFieldContainer[Global___EntryAhead]:
+        """At most 20, in the order of service."""
+
+    def __init__(
+        self,
+        *,
+        evaluator_id: _builtins.str = ...,
+        tasks: _builtins.int = ...,
+        attempts: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        waiting_seconds: _builtins.float = ...,
+        bypassed: _builtins.int = ...,
+        max_bypass: _builtins.int = ...,
+        wanted_tokens: _builtins.int = ...,
+        free_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        nodes: _abc.Iterable[_placement_service_pb2.NodeShortage] | None = ...,
+        nodes_in_all: _builtins.int = ...,
+        ahead: _abc.Iterable[Global___EntryAhead] | None = ...,
+        ahead_in_all: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "ahead_in_all", b"ahead_in_all", "attempts", b"attempts", "bypassed", b"bypassed", "evaluator_id", b"evaluator_id", "free_tokens", b"free_tokens", "max_bypass", b"max_bypass", "max_tokens", b"max_tokens", "nodes", b"nodes", "nodes_in_all", b"nodes_in_all", "reason", b"reason", "tasks", b"tasks", "waiting_seconds", b"waiting_seconds", "wanted_tokens", b"wanted_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskWait: _TypeAlias = TaskWait  # noqa: Y015
+
+@_typing.final
+class ExplainTaskResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    SUBMISSION_ID_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    QUEUED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    LEASED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    RUNNING_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    submission_id: _builtins.str
+    phase: Global___TaskPhase.ValueType
+    queued_attempts: _builtins.int
+    """Attempts now in each state."""
+    leased_attempts: _builtins.int
+    running_attempts: _builtins.int
+    @_builtins.property
+    def batch_id(self) -> _task_pb2.BatchId: ...
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskWait]: ...
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        submission_id: _builtins.str = ...,
+        batch_id: _task_pb2.BatchId | None = ...,
+        phase: Global___TaskPhase.ValueType = ...,
+        queued_attempts: _builtins.int = ...,
+        leased_attempts: _builtins.int = ...,
+        running_attempts: _builtins.int = ...,
+        waits: _abc.Iterable[Global___TaskWait] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "leased_attempts", b"leased_attempts", "phase", b"phase", "queued_attempts", b"queued_attempts", "running_attempts", b"running_attempts", "submission_id", b"submission_id", "task_id", b"task_id", "waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainTaskResponse: _TypeAlias = ExplainTaskResponse  # noqa: Y015
+
+@_typing.final
 class AbortSubmissionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -428,7 +628,9 @@ class GetServerInfoRequest(_message.Message):
 Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
-class Evaluator(_message.Message):
+class EvaluatorSpec(_message.Message):
+    """An evaluator as it is configured; each batch gets one of its own."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EVALUATOR_ID_FIELD_NUMBER: _builtins.int
@@ -460,10 +662,12 @@ class Evaluator(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Evaluator: _TypeAlias = Evaluator  # noqa: Y015
+Global___EvaluatorSpec: _TypeAlias = EvaluatorSpec  # noqa: Y015
 
 @_typing.final
-class Engine(_message.Message):
+class GenerationEngine(_message.Message):
+    """The language model in one role."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -471,11 +675,14 @@ class Engine(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     model_name: _builtins.str
     weight_version: _builtins.str
     vocab_size: _builtins.int
     context_length: _builtins.int
+    error: _builtins.str
+    """Why nothing is known of its model; empty when something is."""
     def __init__(
         self,
         *,
@@ -484,14 +691,15 @@ class Engine(_message.Message):
         weight_version: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
         context_length: _builtins.int = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "model_name", b"model_name", "role", b"role", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "error", b"error", "model_name", b"model_name", "role", b"role", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Engine: _TypeAlias = Engine  # noqa: Y015
+Global___GenerationEngine: _TypeAlias = GenerationEngine  # noqa: Y015
 
 @_typing.final
 class GetServerInfoResponse(_message.Message):
@@ -503,9 +711,9 @@ class GetServerInfoResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     @_builtins.property
-    def evaluators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Evaluator]: ...
+    def evaluators(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluatorSpec]: ...
     @_builtins.property
-    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]: ...
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationEngine]: ...
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[_resource_pb2.Node]:
         """None: batches are not gated by placement."""
@@ -514,8 +722,8 @@ class GetServerInfoResponse(_message.Message):
         self,
         *,
         version: _builtins.str = ...,
-        evaluators: _abc.Iterable[Global___Evaluator] | None = ...,
-        engines: _abc.Iterable[Global___Engine] | None = ...,
+        evaluators: _abc.Iterable[Global___EvaluatorSpec] | None = ...,
+        engines: _abc.Iterable[Global___GenerationEngine] | None = ...,
         nodes: _abc.Iterable[_resource_pb2.Node] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

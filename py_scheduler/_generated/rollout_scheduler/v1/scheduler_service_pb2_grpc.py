@@ -49,6 +49,11 @@ class SchedulerServiceStub(object):
                 request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.GetSubmissionRequest.SerializeToString,
                 response_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.GetSubmissionResponse.FromString,
                 _registered_method=True)
+        self.ExplainTask = channel.unary_unary(
+                '/rollout_scheduler.v1.SchedulerService/ExplainTask',
+                request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ExplainTaskRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ExplainTaskResponse.FromString,
+                _registered_method=True)
         self.AbortSubmission = channel.unary_unary(
                 '/rollout_scheduler.v1.SchedulerService/AbortSubmission',
                 request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AbortSubmissionRequest.SerializeToString,
@@ -85,6 +90,13 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainTask(self, request, context):
+        """Says how a task stands and, if it waits, what is short where and who is ahead of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortSubmission(self, request, context):
         """Stops a submission, or some of its tasks; each still ends with its TaskDone.
         """
@@ -116,6 +128,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetSubmission,
                     request_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.GetSubmissionRequest.FromString,
                     response_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.GetSubmissionResponse.SerializeToString,
+            ),
+            'ExplainTask': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainTask,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ExplainTaskRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ExplainTaskResponse.SerializeToString,
             ),
             'AbortSubmission': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortSubmission,
@@ -209,6 +226,33 @@ class SchedulerService(object):
             '/rollout_scheduler.v1.SchedulerService/GetSubmission',
             rollout__scheduler_dot_v1_dot_scheduler__service__pb2.GetSubmissionRequest.SerializeToString,
             rollout__scheduler_dot_v1_dot_scheduler__service__pb2.GetSubmissionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainTask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_scheduler.v1.SchedulerService/ExplainTask',
+            rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ExplainTaskRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ExplainTaskResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,8 @@ class SchedulerServiceStub:
     """Streams events from a cursor on, while they happen."""
     GetSubmission: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.GetSubmissionRequest, _scheduler_service_pb2.GetSubmissionResponse]
     """Says how a submission stands, and why what waits is waiting."""
+    ExplainTask: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ExplainTaskRequest, _scheduler_service_pb2.ExplainTaskResponse]
+    """Says how a task stands and, if it waits, what is short where and who is ahead of it."""
     AbortSubmission: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.AbortSubmissionRequest, _scheduler_service_pb2.AbortSubmissionResponse]
     """Stops a submission, or some of its tasks; each still ends with its TaskDone."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.GetServerInfoRequest, _scheduler_service_pb2.GetServerInfoResponse]
@@ -49,6 +51,14 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_scheduler_service_pb2.GetSubmissionRequest, _abc.Awaitable[_scheduler_service_pb2.GetSubmissionResponse]],
     ) -> _abc.Awaitable[_scheduler_service_pb2.GetSubmissionResponse]:
         """Says how a submission stands, and why what waits is waiting."""
+
+    @_abc_1.abstractmethod
+    def ExplainTask(
+        self,
+        request: _scheduler_service_pb2.ExplainTaskRequest,
+        context: _aio.ServicerContext[_scheduler_service_pb2.ExplainTaskRequest, _abc.Awaitable[_scheduler_service_pb2.ExplainTaskResponse]],
+    ) -> _abc.Awaitable[_scheduler_service_pb2.ExplainTaskResponse]:
+        """Says how a task stands and, if it waits, what is short where and who is ahead of it."""
 
     @_abc_1.abstractmethod
     def AbortSubmission(

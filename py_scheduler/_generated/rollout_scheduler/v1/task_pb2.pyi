@@ -75,6 +75,46 @@ LOG_PROB_KIND_MODEL: LogProbKind.ValueType  # 2
 """The model's own, before sampling settings."""
 Global___LogProbKind: _TypeAlias = LogProbKind  # noqa: Y015
 
+class _FinishReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    FINISH_REASON_STOP: _FinishReason.ValueType  # 1
+    FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
+    FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
+    """Cut off: these tokens are a prefix of what was asked for."""
+
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why a generation ended."""
+
+FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+FINISH_REASON_STOP: FinishReason.ValueType  # 1
+FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
+FINISH_REASON_ABORT: FinishReason.ValueType  # 3
+"""Cut off: these tokens are a prefix of what was asked for."""
+Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _EpisodePhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EpisodePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EpisodePhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EPISODE_PHASE_UNSPECIFIED: _EpisodePhase.ValueType  # 0
+    EPISODE_PHASE_RUN: _EpisodePhase.ValueType  # 1
+    EPISODE_PHASE_EVAL: _EpisodePhase.ValueType  # 2
+
+class EpisodePhase(_EpisodePhase, metaclass=_EpisodePhaseEnumTypeWrapper):
+    """Which part of an episode."""
+
+EPISODE_PHASE_UNSPECIFIED: EpisodePhase.ValueType  # 0
+EPISODE_PHASE_RUN: EpisodePhase.ValueType  # 1
+EPISODE_PHASE_EVAL: EpisodePhase.ValueType  # 2
+Global___EpisodePhase: _TypeAlias = EpisodePhase  # noqa: Y015
+
 @_typing.final
 class BatchId(_message.Message):
     """The trainer's label of a submission."""
@@ -102,6 +142,50 @@ class BatchId(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_id) -> _WhichOneofReturnType_id | None: ...
 
 Global___BatchId: _TypeAlias = BatchId  # noqa: Y015
+
+@_typing.final
+class StopStrings(_message.Message):
+    """An empty list is a value: no stop strings, whatever a less specific level says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopStrings: _TypeAlias = StopStrings  # noqa: Y015
+
+@_typing.final
+class StopTokenIds(_message.Message):
+    """An empty list is a value, as above."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopTokenIds: _TypeAlias = StopTokenIds  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -134,9 +218,9 @@ class SamplingParams(_message.Message):
     ignore_eos: _builtins.bool
     sampling_seed: _builtins.int
     @_builtins.property
-    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def stop(self) -> Global___StopStrings: ...
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> Global___StopTokenIds: ...
     def __init__(
         self,
         *,
@@ -149,12 +233,12 @@ class SamplingParams(_message.Message):
         frequency_penalty: _builtins.float | None = ...,
         presence_penalty: _builtins.float | None = ...,
         repetition_penalty: _builtins.float | None = ...,
-        stop: _abc.Iterable[_builtins.str] | None = ...,
-        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        stop: Global___StopStrings | None = ...,
+        stop_token_ids: Global___StopTokenIds | None = ...,
         ignore_eos: _builtins.bool | None = ...,
         sampling_seed: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sampling_seed", b"_sampling_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sampling_seed", b"sampling_seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sampling_seed", b"_sampling_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sampling_seed", b"sampling_seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sampling_seed", b"_sampling_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sampling_seed", b"sampling_seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -373,13 +457,15 @@ class Turn(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    LOG_PROB_KIND_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     end: _builtins.int
     source: _builtins.str
     """"environment", or the role of the engine that generated them."""
     text: _builtins.str
-    finish_reason: _builtins.str
-    """"stop", "length" or "abort"; empty for the environment."""
+    finish_reason: Global___FinishReason.ValueType
+    """Unspecified for the environment, like what its log-probs are."""
+    log_prob_kind: Global___LogProbKind.ValueType
     def __init__(
         self,
         *,
@@ -387,11 +473,12 @@ class Turn(_message.Message):
         end: _builtins.int = ...,
         source: _builtins.str = ...,
         text: _builtins.str = ...,
-        finish_reason: _builtins.str = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
+        log_prob_kind: Global___LogProbKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "finish_reason", b"finish_reason", "source", b"source", "start", b"start", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "finish_reason", b"finish_reason", "log_prob_kind", b"log_prob_kind", "source", b"source", "start", b"start", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,14 +522,12 @@ class Trajectory(_message.Message):
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
     WEIGHT_SPANS_FIELD_NUMBER: _builtins.int
-    LOG_PROB_KIND_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32, little-endian."""
     log_probs: _builtins.bytes
     """float32, little-endian; 0 on environment tokens."""
     loss_mask: _builtins.bytes
     """One byte a token: 1 where the model generated."""
-    log_prob_kind: Global___LogProbKind.ValueType
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]: ...
     @_builtins.property
@@ -455,11 +540,10 @@ class Trajectory(_message.Message):
         loss_mask: _builtins.bytes = ...,
         turns: _abc.Iterable[Global___Turn] | None = ...,
         weight_spans: _abc.Iterable[Global___WeightSpan] | None = ...,
-        log_prob_kind: Global___LogProbKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_prob_kind", b"log_prob_kind", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "token_ids", b"token_ids", "turns", b"turns", "weight_spans", b"weight_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "loss_mask", b"loss_mask", "token_ids", b"token_ids", "turns", b"turns", "weight_spans", b"weight_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -545,8 +629,8 @@ class SampleDone(_message.Message):
     termination_reason: _builtins.str
     """The agent's own words."""
     error: _builtins.str
-    """What was raised, and in which phase ("run" or "eval")."""
-    phase: _builtins.str
+    """What was raised, and in which phase."""
+    phase: Global___EpisodePhase.ValueType
     node_ip: _builtins.str
     """Where it ran; empty when it never did."""
     @_builtins.property
@@ -568,7 +652,7 @@ class SampleDone(_message.Message):
         trajectory: Global___Trajectory | None = ...,
         termination_reason: _builtins.str = ...,
         error: _builtins.str = ...,
-        phase: _builtins.str = ...,
+        phase: Global___EpisodePhase.ValueType = ...,
         node_ip: _builtins.str = ...,
         gpu_ids: _abc.Iterable[_builtins.int] | None = ...,
         timings: Global___Timings | None = ...,

@@ -1,0 +1,139 @@
+"""How a plan is printed. Every fact stands in the text: colour only repeats it, and a pipe gets none."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from py_scheduler.domain.resources import NodeResource
+from py_scheduler.placement import NodeUsage
+from py_scheduler.planning import BatchNeed, SpecPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from rich.console import Console
+
+_CELLS = 4
+"""Characters to a GPU."""
+_MAX_ROWS = 40
+_LIMIT_WORDS = {"memory": "memory", "fragmentation": "gpu fragmentation", "budget": "its own budget"}
+
+
+class PlanView(msgspec.Struct, frozen=True, kw_only=True):
+    """What is shown. packing: the nodes filled with batches of `drawn`; None when it never fits."""
+
+    nodes: list[NodeResource]
+    plans: list[SpecPlan]
+    drawn: BatchNeed
+    packing: list[NodeUsage] | None
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """What nodes that look alike have in common. used_gpus: the used share of each GPU."""
+
+    used_gpus: tuple[float, ...]
+    tokens: int
+    cpu: str
+    memory_gb: str
+
+
+def show_plan(view: PlanView, console: Console) -> None:
+    gpus = sum(len(node.gpus) for node in view.nodes)
+    cpu, memory_gb = sum(node.cpu for node in view.nodes), sum(node.memory_gb for node in view.nodes)
+    console.print(f"cluster: {len(view.nodes):,} nodes, {gpus:,} GPUs, {cpu:,.10g} cores, {memory_gb:,.10g} GiB")
+    console.print(_table(view.plans))
+    if view.packing is not None:
+        console.print(f"filled with batches of {view.drawn.evaluator_id}, {_sample(view.drawn)}:")
+        console.print(_drawing(view.packing, ascii_only=console.options.ascii_only))
+    for plan in view.plans:
+        if plan.problem:
+            console.print(Text(f"never: {plan.problem}", style="red"), soft_wrap=True)
+
+
+def _table(plans: Sequence[SpecPlan]) -> Table:
+    table = Table(box=box.ASCII2)
+    likes = [plan.one_more_node.like for plan in plans if plan.one_more_node is not None]
+    table.add_column("evaluator", overflow="fold")
+    for heading in ("tokens needed", "tokens possible", "batches at once"):
+        table.add_column(heading, justify="right")
+    for heading in ("a batch is bounded by", "limited by"):
+        table.add_column(heading)
+    table.add_column(f"one more node like {likes[0]}" if likes else "one more node", overflow="fold")
+    for plan in plans:
+        table.add_row(
+            plan.evaluator_id,
+            _number(plan.tokens_needed, "-"),
+            _number(plan.tokens_possible, "any"),
+            _number(plan.batches_at_once, "any"),
+            ", ".join(plan.bounds_batch),
+            ", ".join(_limit(what, nodes) for what, nodes in plan.limits) or "nothing",
+            _one_more(plan),
+            style="red" if plan.problem else None,
+        )
+    return table
+
+
+def _number(value: int | None, none: str) -> str:
+    return none if value is None else f"{value:,}"
+
+
+def _limit(what: str, nodes: int) -> str:
+    word = _LIMIT_WORDS.get(what, what)
+    return f"{word} on {nodes:,} {'node' if nodes == 1 else 'nodes'}" if nodes else word
+
+
+def _one_more(plan: SpecPlan) -> str:
+    more = plan.one_more_node
+    if more is None:
+        return "nothing"
+    return f"{more.tokens:+,} tokens, {more.batches:+,} {'batch' if more.batches == 1 else 'batches'}"
+
+
+def _sample(need: BatchNeed) -> str:
+    sample = need.per_sample
+    return f"a sample holds gpu {sample.gpu:g}, cpu {sample.cpu:g}, memory_gb {sample.memory_gb:g}"
+
+
+def _drawing(packing: Iterable[NodeUsage], *, ascii_only: bool) -> Table:
+    """One row to a node, or to a run of nodes that look alike."""
+    full, part, free = "#-." if ascii_only else "█▒·"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("node", overflow="fold")
+    table.add_column(f"GPUs ({full} used, {part} in part, {free} free)", overflow="fold")
+    for heading in ("tokens", "cpu used", "GiB used"):
+        table.add_column(heading, justify="right")
+    rows = list(_rows(packing))
+    for names, row in rows[:_MAX_ROWS]:
+        bars = " ".join(_bar(used, full, part, free) for used in row.used_gpus) or "none"
+        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} alike"
+        table.add_row(label, Text(bars, style="green"), f"{row.tokens:,}", row.cpu, row.memory_gb)
+    if len(rows) > _MAX_ROWS:
+        hidden = sum(len(names) for names, _ in rows[_MAX_ROWS:])
+        table.add_row(f"and {hidden:,} more nodes")
+    return table
+
+
+def _rows(packing: Iterable[NodeUsage]) -> Iterator[tuple[list[str], _Row]]:
+    for row, nodes in itertools.groupby(packing, _row):
+        yield [node.node_ip for node in nodes], row
+
+
+def _row(node: NodeUsage) -> _Row:
+    return _Row(
+        used_gpus=tuple(1.0 - free for free in node.gpu_free),
+        tokens=node.tokens,
+        cpu=f"{node.cpu - node.cpu_free:g}/{node.cpu:g}",
+        memory_gb=f"{node.memory_gb - node.memory_gb_free:g}/{node.memory_gb:g}",
+    )
+
+
+def _bar(used: float, full: str, part: str, free: str) -> str:
+    whole = int(used * _CELLS + 1e-9)
+    rest = "" if used * _CELLS - whole < 1e-9 else part  # noqa: PLR2004 - a rounding error is no share
+    return (full * whole + rest).ljust(_CELLS, free)

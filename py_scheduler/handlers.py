@@ -1,0 +1,88 @@
+"""From `module:Class` in the configuration to a handler: what can go wrong on the way, each told apart."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from py_scheduler.domain.evaluator import BaseAgent
+from py_scheduler.errors import ConfigError, FieldViolation
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_MAX_NAMES = 8
+
+
+def make_handler(name: str, arguments: dict[str, Any], key: str) -> BaseAgent:
+    """Imports `module:Class` and makes one. Raises ConfigError with what went wrong where; `key` is the evaluator's."""
+    module_name, _, class_name = name.partition(":")
+    found = _find(_import(module_name, f"{key}.handler"), class_name, f"{key}.handler")
+    if not (inspect.isclass(found) and issubclass(found, BaseAgent)):
+        raise ConfigError(f"{name} is no subclass of py_scheduler.domain.evaluator.BaseAgent", f"{key}.handler")
+    faults = [
+        FieldViolation(f"{key}.handler", f"{name} {fault}: it must have `async def {method}({parameters})`")
+        for method, parameters in (("run", "self, episode"), ("eval", "self, episode, result"))
+        if (fault := _method_fault(found, method))
+    ]
+    if faults:
+        raise ConfigError(faults)
+    try:
+        return found(**arguments)
+    except Exception as error:  # a handler's constructor may raise anything
+        reason = f"{name} does not take these arguments: {type(error).__name__}: {error}"
+        raise ConfigError(reason, f"{key}.handler_args") from error
+
+
+def _import(module_name: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and _is_part_of(module_name, error.name):
+            raise ConfigError(
+                f"there is no module {error.name}: put its folder on PYTHONPATH, or the module into the folder of the "
+                "configuration file",
+                key,
+            ) from error
+        reason = f"importing {module_name} failed{_place(error)}: {type(error).__name__}: {error}"
+        raise ConfigError(reason, key) from error
+
+
+def _is_part_of(module_name: str, missing: str | None) -> bool:
+    """Whether it is the module itself that is missing, or a package it is in, rather than something it imports."""
+    return missing is not None and f"{module_name}.".startswith(f"{missing}.")
+
+
+def _place(error: BaseException) -> str:
+    """Where in whose code, without the import machinery."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" at {error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames[1:] if "importlib" not in frame.filename]
+    return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+
+
+def _find(module: ModuleType, class_name: str, key: str) -> Any:
+    found: Any = module
+    for part in class_name.split("."):
+        names = [name for name, value in vars(found).items() if inspect.isclass(value)]
+        found = getattr(found, part, None)
+        if found is None:
+            raise ConfigError(f"module {module.__name__} has no class {class_name}{_hint(part, names)}", key)
+    return found
+
+
+def _hint(name: str, names: list[str]) -> str:
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"; did you mean {near[0]}?"
+    return f"; it has {', '.join(names[:_MAX_NAMES])}" if names else ""
+
+
+def _method_fault(handler_class: type[BaseAgent], method: str) -> str:
+    function = getattr(handler_class, method)
+    if function is getattr(BaseAgent, method):
+        return f"has no method {method}"
+    return "" if inspect.iscoroutinefunction(function) else f"defines {method} without async"

@@ -1,0 +1,158 @@
+"""Why a task waits: read off the ledger, the ready queue and the pool; changes nothing."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPhase, TaskWait
+from py_scheduler.domain.leases import NodeShortageView, Shortage
+from py_scheduler.domain.results import AttemptState
+from py_scheduler.errors import NotFoundError
+from py_scheduler.placement import tokens_in_budget
+from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyClaim
+from py_scheduler.scheduler.records import submission_and_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from py_scheduler.domain.events import AttemptRef
+    from py_scheduler.placement import NodeExplanation, PlacementPool
+    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.ready_queue import ReadyEntry, ReadyQueue
+
+MAX_NODES_TOLD = 100
+MAX_AHEAD_TOLD = 20
+_FOREMOST_FIRST = (
+    (AttemptState.RUNNING, TaskPhase.RUNNING),
+    (AttemptState.LEASED, TaskPhase.LEASED),
+    (AttemptState.QUEUED, TaskPhase.QUEUED),
+)
+
+
+class TaskExplainer:
+    """Looks at one moment of the queue.
+
+    now: monotonic seconds. max_slots: samples that run at once at most. reason_of: why an entry waits, given how many
+    are ahead of it. What has ended since it was queued may still lie in the queue, and is not told.
+    """
+
+    def __init__(
+        self,
+        queue: ReadyQueue,
+        pool: PlacementPool | None,
+        ledger: Ledger,
+        *,
+        now: float,
+        max_slots: int,
+        reason_of: Callable[[ReadyEntry, int], str],
+    ) -> None:
+        self._queue = queue
+        self._pool = pool
+        self._ledger = ledger
+        self._now = now
+        self._max_slots = max_slots
+        self._reason_of = reason_of
+
+    def explain(self, task_id: str, namespace: str) -> TaskExplanation:
+        """How a task stands. Raises NotFoundError for one that was never accepted, or is forgotten."""
+        submission_id, number = submission_and_number(task_id)
+        submission = self._ledger.submission(submission_id)
+        if submission is None or submission.key.namespace != namespace or not 0 <= number < submission.next_task_no:
+            raise NotFoundError(f"no task has the id {task_id!r} in namespace {namespace!r}")
+        batch_id = submission.key.batch_id
+        task = self._ledger.task(task_id)
+        if task is None:
+            return TaskExplanation(
+                task_id=task_id, submission_id=submission_id, batch_id=batch_id, phase=TaskPhase.DONE
+            )
+        counts = Counter(subtask.state for subtask in task.subtasks)
+        return TaskExplanation(
+            task_id=task_id,
+            submission_id=submission_id,
+            batch_id=batch_id,
+            # The last attempt that ends takes its TaskDone with it in the same turn, so one of the three is there.
+            phase=next(phase for state, phase in _FOREMOST_FIRST if counts[state]),
+            queued_attempts=counts[AttemptState.QUEUED],
+            leased_attempts=counts[AttemptState.LEASED],
+            running_attempts=counts[AttemptState.RUNNING],
+            waits=self.waits_of(submission_id, task_id),
+        )
+
+    def waits_of(self, submission_id: str, task_id: str) -> tuple[TaskWait, ...]:
+        """The batches that hold attempts of the task, in the order of service."""
+        batches = [(entry, self._waiting_refs(entry)) for entry in self._queue.batches_of(submission_id)]
+        return tuple(
+            [self._wait(entry, refs) for entry, refs in batches if any(ref.task_id == task_id for ref in refs)]
+        )
+
+    def _wait(self, entry: ReadyBatch, refs: Sequence[AttemptRef]) -> TaskWait:
+        ahead = [other for other in self._queue.unordered() if other.order < entry.order and self._is_there(other)]
+        first = heapq.nsmallest(MAX_AHEAD_TOLD, ahead, key=lambda other: other.order)
+        wanted = self._tokens_at_once(entry, refs)
+        free_tokens = max_tokens = 0
+        nodes: list[NodeShortageView] = []
+        if self._pool is not None:
+            explanation = self._pool.explain(entry.spec.sample_resource, wanted)
+            free_tokens, max_tokens = explanation.free_tokens, explanation.max_tokens
+            nodes = sorted(map(_shortage, explanation.nodes), key=lambda node: -node.free_tokens)
+        return TaskWait(
+            evaluator_id=entry.spec.evaluator_id,
+            tasks=_count_tasks(refs),
+            attempts=len(refs),
+            reason=self._reason_of(entry, len(ahead)),
+            waiting_seconds=self._now - entry.queued_at,
+            bypassed=entry.bypassed,
+            max_bypass=self._queue.max_bypass,
+            wanted_tokens=wanted,
+            free_tokens=free_tokens,
+            max_tokens=max_tokens,
+            nodes=tuple(nodes[:MAX_NODES_TOLD]),
+            nodes_in_all=len(nodes),
+            ahead=tuple(map(self._entry_ahead, first)),
+            ahead_in_all=len(ahead),
+        )
+
+    def _entry_ahead(self, entry: ReadyEntry) -> EntryAhead:
+        waiting_seconds = self._now - entry.queued_at
+        if isinstance(entry, ReadyClaim):
+            return EntryAhead(tokens=entry.tokens, waiting_seconds=waiting_seconds, bypassed=entry.bypassed)
+        assert isinstance(entry, ReadyBatch)
+        submission = self._ledger.submission(entry.submission_id)
+        assert submission is not None  # an attempt of it is still to be run
+        refs = self._waiting_refs(entry)
+        return EntryAhead(
+            namespace=submission.key.namespace,
+            batch_id=submission.key.batch_id,
+            tasks=_count_tasks(refs),
+            tokens=self._tokens_at_once(entry, refs),
+            waiting_seconds=waiting_seconds,
+            bypassed=entry.bypassed,
+        )
+
+    def _is_there(self, entry: ReadyEntry) -> bool:
+        return not isinstance(entry, ReadyBatch) or any(
+            self._ledger.is_waiting(attempt.ref) for attempt in entry.attempts
+        )
+
+    def _waiting_refs(self, entry: ReadyBatch) -> list[AttemptRef]:
+        return [attempt.ref for attempt in entry.attempts if self._ledger.is_waiting(attempt.ref)]
+
+    def _tokens_at_once(self, entry: ReadyBatch, refs: Sequence[AttemptRef]) -> int:
+        """What the entry takes of the pool when it is admitted."""
+        spec = entry.spec
+        return min(tokens_in_budget(spec.resource, spec.sample_resource), len(refs), self._max_slots)
+
+
+def _shortage(node: NodeExplanation) -> NodeShortageView:
+    return NodeShortageView(
+        node_ip=node.node_ip,
+        free_tokens=node.free_tokens,
+        max_tokens=node.max_tokens,
+        short=tuple(map(Shortage, node.short)),
+    )
+
+
+def _count_tasks(refs: Iterable[AttemptRef]) -> int:
+    return len({ref.task_id for ref in refs})

@@ -1,0 +1,255 @@
+"""Calls and answers of placement_service.proto, total both ways."""
+
+from __future__ import annotations
+
+from py_scheduler._generated.rollout_scheduler.v1 import placement_service_pb2 as service
+from py_scheduler._generated.rollout_scheduler.v1 import resource_pb2
+from py_scheduler.domain.leases import (
+    AcquireRequest,
+    CapacityView,
+    LeaseState,
+    LeaseTerms,
+    LeaseToken,
+    LeaseView,
+    NodeShortageView,
+    PlacementDemand,
+    PlacementView,
+    ReleaseReply,
+    ReleaseRequest,
+    RenewRequest,
+    Shortage,
+    check_acquire,
+    check_demand,
+)
+from py_scheduler.domain.limits import name_fault
+from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.task import DEFAULT_NAMESPACE
+from py_scheduler.wire.enums import EnumTable
+from py_scheduler.wire.faults import Faults
+from py_scheduler.wire.requests import decode_node, encode_node, encode_resource
+from py_scheduler.wire.tasks import decode_batch_id, encode_batch_id
+from py_scheduler.wire.text import safe_text
+
+LEASE_STATES = EnumTable(LeaseState, service.LeaseState, "LEASE_STATE")
+SHORTAGES = EnumTable(Shortage, service.Shortage, "SHORTAGE")
+
+# Acquire
+
+
+def decode_acquire_request(message: service.AcquireLeaseRequest, timeout_seconds: float | None) -> AcquireRequest:
+    """`timeout_seconds` is what the call's deadline leaves for a wait. Raises InvalidArgumentError with every fault."""
+    faults = Faults()
+    terms = LeaseTerms(
+        batch_id=decode_batch_id(message.batch_id, "batch_id", faults),
+        demand=_decode_demand(message),
+        ttl_seconds=message.ttl_seconds,
+    )
+    request = AcquireRequest(
+        request_id=message.request_id,
+        terms=terms,
+        namespace=message.namespace or DEFAULT_NAMESPACE,
+        wait=message.wait,
+        timeout_seconds=timeout_seconds,
+    )
+    faults.add_all("", check_acquire(request))
+    faults.check()
+    return request
+
+
+def encode_acquire_request(request: AcquireRequest) -> service.AcquireLeaseRequest:
+    """Without the timeout, which travels as the call's deadline."""
+    terms = request.terms
+    return service.AcquireLeaseRequest(
+        request_id=request.request_id,
+        batch_id=encode_batch_id(terms.batch_id),
+        namespace=request.namespace,
+        budget=None if terms.demand.budget is None else encode_resource(terms.demand.budget),
+        per_sample=encode_resource(terms.demand.per_sample),
+        max_tokens=terms.demand.max_tokens,
+        ttl_seconds=terms.ttl_seconds,
+        wait=request.wait,
+    )
+
+
+def _decode_demand(message: service.AcquireLeaseRequest | service.ExplainPlacementRequest) -> PlacementDemand:
+    budget = None
+    if message.HasField("budget"):
+        concurrency = message.budget.concurrency or message.max_tokens
+        budget = Resource(
+            gpu=message.budget.gpu,
+            cpu=message.budget.cpu,
+            memory_gb=message.budget.memory_gb,
+            concurrency=concurrency,
+        )
+    return PlacementDemand(per_sample=_decode_sample(message.per_sample), max_tokens=message.max_tokens, budget=budget)
+
+
+def _decode_sample(message: resource_pb2.Resource) -> Resource:
+    return Resource(gpu=message.gpu, cpu=message.cpu, memory_gb=message.memory_gb)
+
+
+def encode_lease(view: LeaseView) -> service.AcquireLeaseResponse:
+    return service.AcquireLeaseResponse(
+        lease=service.Lease(
+            lease_id=view.lease_id,
+            state=LEASE_STATES.number_of[view.state],
+            fencing_token=view.fencing_token,
+            tokens=[
+                service.LeaseToken(token_no=token.token_no, node_ip=token.node_ip, gpu_ids=token.gpu_ids)
+                for token in view.tokens
+            ],
+            expires_in_seconds=view.expires_in_seconds,
+            reason=safe_text(view.reason),
+            waiting_seconds=view.waiting_seconds,
+            bypassed=view.bypassed,
+        )
+    )
+
+
+def decode_lease(message: service.AcquireLeaseResponse) -> LeaseView:
+    lease = message.lease
+    return LeaseView(
+        lease_id=lease.lease_id,
+        state=LEASE_STATES.member(lease.state, "lease.state"),
+        fencing_token=lease.fencing_token,
+        tokens=tuple(
+            LeaseToken(token_no=token.token_no, node_ip=token.node_ip, gpu_ids=tuple(token.gpu_ids))
+            for token in lease.tokens
+        ),
+        expires_in_seconds=lease.expires_in_seconds,
+        reason=lease.reason,
+        waiting_seconds=lease.waiting_seconds,
+        bypassed=lease.bypassed,
+    )
+
+
+# Renew, release
+
+
+def decode_renew_request(message: service.RenewLeaseRequest) -> RenewRequest:
+    faults = Faults()
+    _check_names(faults, message.namespace, lease_id=message.lease_id)
+    faults.check()
+    return RenewRequest(
+        lease_id=message.lease_id,
+        fencing_token=message.fencing_token,
+        namespace=message.namespace or DEFAULT_NAMESPACE,
+    )
+
+
+def encode_renew_request(request: RenewRequest) -> service.RenewLeaseRequest:
+    return service.RenewLeaseRequest(
+        lease_id=request.lease_id, fencing_token=request.fencing_token, namespace=request.namespace
+    )
+
+
+def decode_release_request(message: service.ReleaseLeaseRequest) -> ReleaseRequest:
+    faults = Faults()
+    _check_names(faults, message.namespace, request_id=message.request_id, lease_id=message.lease_id)
+    faults.check()
+    return ReleaseRequest(
+        request_id=message.request_id,
+        lease_id=message.lease_id,
+        fencing_token=message.fencing_token,
+        token_nos=tuple(message.token_nos),
+        namespace=message.namespace or DEFAULT_NAMESPACE,
+    )
+
+
+def _check_names(faults: Faults, namespace: str, **ids: str) -> None:
+    for field, name in ids.items():
+        if fault := name_fault(name):
+            faults.add(field, fault)
+    if fault := name_fault(namespace, required=False):
+        faults.add("namespace", fault)
+
+
+def encode_release_request(request: ReleaseRequest) -> service.ReleaseLeaseRequest:
+    return service.ReleaseLeaseRequest(
+        request_id=request.request_id,
+        lease_id=request.lease_id,
+        fencing_token=request.fencing_token,
+        token_nos=request.token_nos,
+        namespace=request.namespace,
+    )
+
+
+def encode_release_reply(reply: ReleaseReply) -> service.ReleaseLeaseResponse:
+    return service.ReleaseLeaseResponse(released_tokens=reply.released_tokens, held_tokens=reply.held_tokens)
+
+
+def decode_release_reply(message: service.ReleaseLeaseResponse) -> ReleaseReply:
+    return ReleaseReply(released_tokens=message.released_tokens, held_tokens=message.held_tokens)
+
+
+# Capacity, explain
+
+
+def decode_capacity_request(message: service.GetCapacityRequest) -> Resource:
+    return _decode_sample(message.per_sample)
+
+
+def encode_capacity_request(per_sample: Resource) -> service.GetCapacityRequest:
+    return service.GetCapacityRequest(per_sample=encode_resource(per_sample))
+
+
+def encode_capacity(view: CapacityView) -> service.GetCapacityResponse:
+    return service.GetCapacityResponse(
+        max_tokens=view.max_tokens, free_tokens=view.free_tokens, nodes=map(encode_node, view.nodes)
+    )
+
+
+def decode_capacity(message: service.GetCapacityResponse) -> CapacityView:
+    return CapacityView(
+        max_tokens=message.max_tokens, free_tokens=message.free_tokens, nodes=tuple(map(decode_node, message.nodes))
+    )
+
+
+def decode_explain_request(message: service.ExplainPlacementRequest) -> PlacementDemand:
+    demand = _decode_demand(message)
+    faults = Faults()
+    faults.add_all("", check_demand(demand))
+    faults.check()
+    return demand
+
+
+def encode_explain_request(demand: PlacementDemand) -> service.ExplainPlacementRequest:
+    return service.ExplainPlacementRequest(
+        budget=None if demand.budget is None else encode_resource(demand.budget),
+        per_sample=encode_resource(demand.per_sample),
+        max_tokens=demand.max_tokens,
+    )
+
+
+def encode_placement(view: PlacementView) -> service.ExplainPlacementResponse:
+    return service.ExplainPlacementResponse(
+        wanted_tokens=view.wanted_tokens,
+        free_tokens=view.free_tokens,
+        max_tokens=view.max_tokens,
+        nodes=[
+            service.NodeShortage(
+                node_ip=node.node_ip,
+                free_tokens=node.free_tokens,
+                max_tokens=node.max_tokens,
+                short=[SHORTAGES.number_of[shortage] for shortage in node.short],
+            )
+            for node in view.nodes
+        ],
+    )
+
+
+def decode_placement(message: service.ExplainPlacementResponse) -> PlacementView:
+    return PlacementView(
+        wanted_tokens=message.wanted_tokens,
+        free_tokens=message.free_tokens,
+        max_tokens=message.max_tokens,
+        nodes=tuple(
+            NodeShortageView(
+                node_ip=node.node_ip,
+                free_tokens=node.free_tokens,
+                max_tokens=node.max_tokens,
+                short=tuple(SHORTAGES.member(number, "nodes.short") for number in node.short),
+            )
+            for node in message.nodes
+        ),
+    )

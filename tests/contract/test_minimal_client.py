@@ -1,0 +1,71 @@
+"""The client of the README, as it stands, in a process of its own against a whole server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+from py_scheduler.app import build
+from py_scheduler.client import SchedulerClient
+from py_scheduler.config import parse_config
+from tests.support.scripted_sglang import ScriptedSglang
+
+ROOT = Path(__file__).parents[2]
+ADDRESS = "127.0.0.1:50051"
+
+
+def config_of(base_url: str) -> str:
+    """The demo's, with a scripted engine in the place of its own."""
+    text = (ROOT / "examples/demo.toml").read_text(encoding="utf-8")
+    engine = f'[generation.student]\nkind = "sglang"\nbase_url = "{base_url}"\n'
+    changed, count = re.subn(r"\[generation\.student\]\n(?:\w.*\n)+", engine, text)
+    assert count == 1
+    return changed
+
+
+async def test_the_minimal_client_runs() -> None:
+    code = (ROOT / "examples/minimal_client.py").read_text(encoding="utf-8")
+    assert code.count(f'"{ADDRESS}"') == 1
+    async with ScriptedSglang(context_length=100_000) as engine:
+        parts = build(parse_config(config_of(engine.base_url)), ROOT / "examples")
+        address = parts.api.bind()
+        async with parts.scheduler:
+            await parts.api.start()
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                code.replace(ADDRESS, address),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=ROOT,
+            )
+            async with asyncio.timeout(60):
+                stdout, stderr = await process.communicate()
+            await parts.api.stop()
+        for generation in parts.engines.values():
+            await generation.close()
+    assert (process.returncode, stderr.decode()) == (0, "")
+    lines = stdout.decode().splitlines()
+    samples = [line for line in lines if line.endswith("tokens")]
+    # Four problems of each data set, four samples of each; the scripted engine never says the right thing.
+    assert len(samples) == 2 * 4 * 4
+    assert all(re.fullmatch(r"\S+ \d wrong_answer 0\.\d\d \d+ tokens", line) for line in samples), samples
+    assert sorted(line.rpartition(" ")[2] for line in lines if line not in samples) == ["succeeded"] * 8
+
+
+async def test_an_engine_that_does_not_answer_is_shown_without_its_address() -> None:
+    async with ScriptedSglang() as engine:
+        parts = build(parse_config(config_of(engine.base_url)), ROOT / "examples")
+        base_url = engine.base_url
+    address = parts.api.bind()
+    async with parts.scheduler:
+        await parts.api.start()
+        async with SchedulerClient(address) as client:
+            (student,) = (await client.server_info()).engines
+        await parts.api.stop()
+    await parts.engines["student"].close()
+    assert (student.role, student.model_name, student.vocab_size) == ("student", "", 0)
+    assert student.error == "the engine does not answer: the server's log says why"
+    assert base_url.removeprefix("http://") not in repr(student)

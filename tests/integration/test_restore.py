@@ -1,0 +1,92 @@
+"""A second engine on what the first one's journal holds, as after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from py_scheduler.adapters.memory_journal import MemoryJournal
+from py_scheduler.domain.events import AttemptEnded, TaskDone
+from py_scheduler.domain.requests import EventFilter
+from py_scheduler.domain.results import AttemptState, TaskState
+from tests.support.fake_clock import FakeClock, settle
+from tests.support.handlers import GatedAgent, ScriptedAgent, SolvingAgent, spec_of
+from tests.support.harness import Harness, running_engine, task_of
+
+if TYPE_CHECKING:
+    from py_scheduler.domain.events import EventRecord
+    from py_scheduler.domain.requests import SubmitReply
+
+
+class SurvivingJournal(MemoryJournal):
+    """Stays when its engine goes: to the next engine it is what a file is to the next process."""
+
+    @property
+    def is_durable(self) -> bool:
+        return True
+
+
+async def records_of(harness: Harness, reply: SubmitReply) -> list[EventRecord]:
+    return await harness.records_until_done(reply)
+
+
+async def test_what_was_accepted_runs_after_a_restart_and_what_ran_is_tried_again() -> None:
+    journal, first = SurvivingJournal(), GatedAgent()
+    async with running_engine(spec_of(first, batch_size=4), journal=journal, max_running_samples=2) as harness:
+        reply = await harness.submit([task_of(str(n), repeat_times=2) for n in range(10)], request_id="once")
+        await harness.until_started(reply, 2)
+        before = harness.engine.last_sequence
+
+    second = ScriptedAgent()
+    async with running_engine(spec_of(second, batch_size=4), journal=journal) as harness:
+        again = await harness.submit([task_of(str(n), repeat_times=2) for n in range(10)], request_id="once")
+        assert again == reply, "the same request is answered as before, and runs nothing anew"
+        records = await records_of(harness, reply)
+    assert [r.sequence for r in records] == list(range(1, len(records) + 1))
+    assert len(records) > before
+    done = [r.event for r in records if isinstance(r.event, TaskDone)]
+    assert sorted(event.task_id for event in done) == sorted(reply.task_ids)
+    assert {event.state for event in done} == {TaskState.SUCCEEDED}
+    interrupted = [r.event for r in records if isinstance(r.event, AttemptEnded) and r.event.next_attempt_no]
+    assert [(e.state, e.next_attempt_no, e.is_counted) for e in interrupted] == [(AttemptState.LOST, 2, False)] * 2
+    assert sum(second.begun.values()) == 20
+
+
+async def test_a_finished_store_is_only_read() -> None:
+    journal = SurvivingJournal()
+    async with running_engine(spec_of(SolvingAgent()), journal=journal) as harness:
+        reply = await harness.submit([task_of() for _ in range(3)])
+        first = await records_of(harness, reply)
+    async with running_engine(spec_of(SolvingAgent()), journal=journal) as harness:
+        await settle()
+        assert harness.engine.last_sequence == len(first)
+        frame = await anext(harness.engine.watch(EventFilter(), None))
+        assert [r.sequence for r in frame.records] == [r.sequence for r in first]
+        assert harness.engine.submission(harness.selector(reply)).succeeded_tasks == 3
+
+
+async def test_a_task_deadline_goes_on_counting() -> None:
+    journal, clock = SurvivingJournal(), FakeClock()
+    async with running_engine(spec_of(GatedAgent()), journal=journal, clock=clock) as harness:
+        reply = await harness.submit([task_of("slow", task_deadline_seconds=60.0)])
+        await harness.until_started(reply, 1)
+    await clock.advance(50)
+    async with running_engine(spec_of(GatedAgent()), journal=journal, clock=clock) as harness:
+        await settle()
+        await clock.advance(11)
+        (done,) = (await harness.done(reply)).values()
+    assert done.reason == "task_deadline_seconds (60) passed"
+
+
+async def test_a_drained_engine_leaves_what_waits_to_the_next_one() -> None:
+    journal, agent = SurvivingJournal(), GatedAgent()
+    async with running_engine(spec_of(agent), journal=journal, max_running_samples=1) as harness:
+        reply = await harness.submit([task_of("runs"), task_of("waits")])
+        await harness.until_started(reply, 1)
+        draining = asyncio.ensure_future(harness.engine.drain(60.0))
+        await settle()
+        agent.gate.set()
+        await draining
+        assert harness.engine.submission(harness.selector(reply)).open_tasks == 1
+    async with running_engine(spec_of(SolvingAgent()), journal=journal) as harness:
+        assert {event.state for event in (await harness.done(reply)).values()} == {TaskState.SUCCEEDED}

@@ -1,0 +1,142 @@
+"""The composition root in the test's own process: how engines are started, and how a server ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from py_scheduler import app
+from py_scheduler.adapters.memory_journal import MemoryJournal
+from py_scheduler.client import SchedulerClient
+from py_scheduler.config import Config, parse_config
+from py_scheduler.domain.events import AttemptStarted
+from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler.errors import EngineUnavailableError
+from tests.support.app_handlers import Stubborn
+
+if TYPE_CHECKING:
+    from py_scheduler.domain.ports import GenerationEngine
+
+STUBBORN = """
+[server]
+listen = "127.0.0.1:0"
+drain_seconds = 0.0
+[scheduler]
+stop_grace_seconds = 0.1
+[[evaluator]]
+evaluator_id = "stubborn"
+handler = "tests.support.app_handlers:Stubborn"
+resource = { concurrency = 8 }
+"""
+
+
+class StartingEngine:
+    """Starts when it is told to, or fails; writes down what happens to it."""
+
+    def __init__(self, diary: list[str], name: str, error: Exception | None = None) -> None:
+        self._diary, self._name, self._error = diary, name, error
+        self.may_start = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    async def start(self) -> None:
+        self.begun.set()
+        try:
+            if self._error is not None:
+                raise self._error
+            await self.may_start.wait()
+            self._diary.append(f"{self._name} started")
+        except asyncio.CancelledError:
+            # What cleaning up takes: a child process is ended, a connection closed.
+            await asyncio.sleep(0)
+            self._diary.append(f"{self._name} gave up")
+            raise
+
+    async def close(self) -> None:
+        self._diary.append(f"{self._name} closed")
+
+
+def parts_of(**engines: StartingEngine) -> app.Parts:
+    return app.Parts(
+        engines=cast("dict[str, GenerationEngine]", engines), scheduler=cast("Any", None), api=cast("Any", None)
+    )
+
+
+async def start(parts: app.Parts, stop: asyncio.Event) -> bool:
+    async with AsyncExitStack() as stack:
+        return await app._start_engines(parts, stack, stop)
+
+
+async def test_engines_are_started_together_and_closed_after(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "py_scheduler")
+    diary: list[str] = []
+    engines = {name: StartingEngine(diary, name) for name in ("a", "b")}
+    engines["b"].may_start.set()
+    starting = asyncio.create_task(start(parts_of(**engines), asyncio.Event()))
+    await engines["a"].begun.wait()
+    await engines["b"].begun.wait()
+    engines["a"].may_start.set()
+    assert await starting
+    assert diary == ["b started", "a started", "b closed", "a closed"]
+    assert [message.partition(" after")[0] for message in caplog.messages] == [
+        "engine a: StartingEngine is loading",
+        "engine b: StartingEngine is loading",
+        "engine b: StartingEngine is ready",
+        "engine a: StartingEngine is ready",
+    ]
+    assert await start(parts_of(), asyncio.Event())
+
+
+async def test_one_engine_that_fails_ends_the_start_of_the_others_before_they_are_closed() -> None:
+    diary: list[str] = []
+    failing = StartingEngine(diary, "a", EngineUnavailableError("nobody there"))
+    with pytest.raises(EngineUnavailableError, match="nobody there"):
+        await start(parts_of(a=failing, b=StartingEngine(diary, "b")), asyncio.Event())
+    assert diary == ["b gave up", "b closed", "a closed"]
+
+
+async def test_a_stop_ends_the_start() -> None:
+    diary: list[str] = []
+    slow = StartingEngine(diary, "a")
+    stop = asyncio.Event()
+    starting = asyncio.create_task(start(parts_of(a=slow), stop))
+    await slow.begun.wait()
+    stop.set()
+    assert not await starting
+    assert diary == ["a gave up", "a closed"]
+
+
+async def test_the_journal_is_closed_although_a_handler_will_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[MemoryJournal] = []
+
+    class WatchedJournal(MemoryJournal):
+        async def close(self) -> None:
+            await super().close()
+            closed.append(self)
+
+    monkeypatch.setattr(app, "MemoryJournal", WatchedJournal)
+    stop = asyncio.Event()
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(app.serve(parse_config(STUBBORN), Path(), address.set_result, stop))
+    async with SchedulerClient(await address) as client:
+        submission = await client.submit([Task(config=TaskConfig(task_type="stubborn"))], 1)
+        frames = client.watch(submission_id=submission.submission_id, cursor=submission.cursor)
+        async for frame in frames:
+            if any(isinstance(record.event, AttemptStarted) for record in frame.records):
+                break
+        await frames.aclose()
+        stop.set()
+        assert await serving == 1, "the handlers that would not end"
+    assert len(closed) == 1
+    Stubborn.let_go()
+    await asyncio.sleep(0)
+
+
+def test_the_watchdog_leaves_room_for_drain_grace_and_the_rest() -> None:
+    config = Config()
+    assert app.stop_limit_seconds(config) >= config.server.drain_seconds + config.scheduler.stop_grace_seconds + 5
+    longer = parse_config(STUBBORN.replace("0.1", "300.0"))
+    assert app.stop_limit_seconds(longer) > 300

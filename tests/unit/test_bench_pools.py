@@ -1,0 +1,99 @@
+"""What the benchmarks compare with must be right, or the comparison is worth nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benches.bench_placement import expected
+from benches.compare_placement import (
+    Comparison,
+    Figure,
+    criterion_figures,
+    markdown,
+    put_between_marks,
+    ray_figures,
+    service_figures,
+    short_table,
+)
+from benches.heap_pool import Demand, HeapPool, Token
+from tests.support import reference_pool
+from tests.support.reference_pool import MICRO, ReferencePool
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEMANDS = [Demand(330_000, 1_000, 1_024), Demand(600_000, 500, 0), Demand(2 * MICRO, 2_000, 512), Demand(0, 3_000, 0)]
+STEPS = st.lists(st.tuples(st.integers(0, len(DEMANDS) - 1), st.integers(1, 9), st.booleans()), max_size=25)
+
+
+@given(st.integers(1, 4), STEPS)
+@settings(max_examples=150, deadline=None)
+def test_the_heap_pool_places_as_the_reference(nodes: int, steps: list[tuple[int, int, bool]]) -> None:
+    heap, reference = HeapPool(nodes, 3, 12_000, 4_096), ReferencePool()
+    for number in range(nodes):
+        reference.add(str(number), [0, 1, 2], 12, 4)
+    held: list[tuple[Demand, list[Token], list[reference_pool.Token]]] = []
+    for kind, count, release_first in steps:
+        if release_first and held:
+            demand, mine, theirs = held.pop(0)
+            heap.release(demand, mine)
+            for token in theirs:
+                reference.release(token)
+        demand = DEMANDS[kind]
+        placed = heap.acquire(demand, count)
+        wanted = reference.acquire(reference_pool.Demand(*demand), count)
+        assert (placed is None) == (wanted is None)
+        if placed is not None and wanted is not None:
+            assert [(str(node), gpu_ids) for node, gpu_ids in placed] == [
+                (token.node.name, token.gpu_ids) for token in wanted
+            ]
+            held.append((demand, placed, wanted))
+
+
+@given(st.integers(1, 5), st.integers(1, 60))
+@settings(max_examples=30, deadline=None)
+def test_what_the_benchmarks_expect_is_what_the_reference_does(nodes: int, batch: int) -> None:
+    batch = min(batch, nodes * 24)
+    pool = ReferencePool()
+    for number in range(nodes):
+        pool.add(str(number), list(range(8)), 96, 384)
+    tokens = pool.acquire(reference_pool.Demand.of(0.33, 1, 4), batch)
+    assert tokens is not None
+    assert [(int(token.node.name), token.gpu_ids[0]) for token in tokens] == expected(nodes, batch)
+
+
+def test_the_table_holds_the_figures_and_judges_the_goals(tmp_path: Path) -> None:
+    folder = tmp_path / "criterion" / "empty pool, 10000 nodes" / "pool" / "64" / "new"
+    folder.mkdir(parents=True)
+    about = {"group_id": "empty pool, 10000 nodes", "function_id": "pool", "value_str": "64"}
+    (folder / "benchmark.json").write_text(json.dumps(about))
+    (folder / "estimates.json").write_text('{"median": {"point_estimate": 640.0}}')
+    lines = tmp_path / "ray.jsonl"
+    lines.write_text('chatter\n{"nodes": 16, "batch": 64, "ns_per_token": 2500000}\n')
+    service = tmp_path / "service.json"
+    service.write_text('[{"tokens": 64, "us_per_cycle": 640.0}]')
+    figures = [
+        *criterion_figures(tmp_path / "criterion"),
+        *ray_figures(lines),
+        *service_figures(service),
+        Figure("scan", 10_000, 64, 4_000.0),
+    ]
+    comparison = Comparison(figures)
+    text = markdown(comparison, 64)
+    assert "| 4 | - | 10,000 | - | - |" in text
+    assert "| 16 | - | - | - | 2,500,000 |" in text
+    assert "| 10,000 | 10.0 | - | 4,000 | - |" in text
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- figures of make bench -->\nold\n<!-- end of figures -->\nafter\n")
+    core = [Figure("core", 16, 64, 40.0), Figure("core", 10_000, 64, 50.0)]
+    put_between_marks(readme, short_table(Comparison([*figures, *core]), 64))
+    assert readme.read_text().startswith("before\n<!-- figures of make bench -->\n| ns a token")
+    assert "| Ray placement groups | 2,500,000 | - |\n<!-- end of figures -->\nafter\n" in readme.read_text()
+    assert "old" not in readme.read_text()
+    (goal,) = comparison.goals()
+    assert (goal[1], goal[2]) == (400.0, False)
+    assert "| ≥ 500 | 400 | not reached |" in text

@@ -1,0 +1,96 @@
+"""From `module:Class` to a handler, and each way it can fail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from py_scheduler.errors import ConfigError
+from py_scheduler.handlers import make_handler
+from tests.support.app_handlers import Echo
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SUPPORT = "tests.support.app_handlers"
+
+
+def faults_of(name: str, arguments: dict[str, Any] | None = None) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        make_handler(name, arguments or {}, "evaluator[0]")
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+def fault_of(name: str) -> str:
+    return faults_of(name)["evaluator[0].handler"]
+
+
+def test_it_takes_arguments() -> None:
+    assert isinstance(make_handler(f"{SUPPORT}:Echo", {"seconds": 1.5}, "evaluator[0]"), Echo)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [("nowhere:A", "nowhere"), ("tests.nowhere:A", "tests.nowhere"), ("no.where:A", "no")]
+)
+def test_a_module_that_is_not_there(name: str, missing: str) -> None:
+    assert fault_of(name) == (
+        f"there is no module {missing}: put its folder on PYTHONPATH, or the module into the folder of the "
+        "configuration file"
+    )
+
+
+def test_a_class_that_is_not_there() -> None:
+    assert fault_of(f"{SUPPORT}:Ecco") == f"module {SUPPORT} has no class Ecco; did you mean Echo?"
+    assert "has no class Zebra; it has " in fault_of(f"{SUPPORT}:Zebra")
+    assert "has no class Echo.Inner" in fault_of(f"{SUPPORT}:Echo.Inner")
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "words"),
+    [
+        ("import json\n\njson.loads('{')\n", None, "JSONDecodeError"),
+        ("x = 1\nimport a_library_nobody_has\n", 2, "ModuleNotFoundError: No module named 'a_library_nobody_has'"),
+        ("def f():\n    raise SystemExit(3)\n\nf()\n", 2, "SystemExit: 3"),
+        ("x = 1\ny = (\n", 2, "SyntaxError"),
+    ],
+)
+def test_an_exception_inside_the_module_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, line: int | None, words: str
+) -> None:
+    (tmp_path / "broken_agents.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    fault = fault_of("broken_agents:Agent")
+    assert fault.startswith("importing broken_agents failed at ")
+    assert words in fault
+    if line is not None:
+        assert f"{tmp_path / 'broken_agents.py'}:{line}: " in fault
+
+
+AGENTS = """
+from py_scheduler.domain.evaluator import BaseAgent
+
+class NoEval(BaseAgent):
+    async def run(self, episode):
+        pass
+
+class Plain(BaseAgent):
+    def run(self, episode):
+        pass
+    async def eval(self, episode, result):
+        yield
+"""
+
+
+def test_methods_that_are_missing_or_not_async(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_agents.py").write_text(AGENTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fault_of("half_agents:NoEval") == (
+        "half_agents:NoEval has no method eval: it must have `async def eval(self, episode, result)`"
+    )
+    with pytest.raises(ConfigError) as caught:
+        make_handler("half_agents:Plain", {}, "evaluator[0]")
+    assert [violation.description for violation in caught.value.violations] == [
+        "half_agents:Plain defines run without async: it must have `async def run(self, episode)`",
+        "half_agents:Plain defines eval without async: it must have `async def eval(self, episode, result)`",
+    ]

@@ -1,0 +1,134 @@
+"""Leases on the wire: what goes in comes out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from py_scheduler._generated.rollout_scheduler.v1 import placement_service_pb2 as service
+from py_scheduler.domain.leases import (
+    AcquireRequest,
+    CapacityView,
+    LeaseState,
+    LeaseTerms,
+    LeaseToken,
+    LeaseView,
+    NodeShortageView,
+    PlacementDemand,
+    PlacementView,
+    ReleaseReply,
+    ReleaseRequest,
+    RenewRequest,
+    Shortage,
+)
+from py_scheduler.domain.requests import NodeView
+from py_scheduler.domain.resources import Resource
+from py_scheduler.wire import placement as wire
+from tests.support import strategies
+
+amounts = st.floats(0, 1e6)
+positive = st.floats(0.001, 1e6)
+counts = st.integers(0, 2**31)
+samples = st.builds(Resource, gpu=positive, cpu=amounts, memory_gb=amounts)
+budgets = st.builds(Resource, gpu=amounts, cpu=amounts, memory_gb=amounts, concurrency=st.integers(1, 2**31))
+demands = st.builds(PlacementDemand, per_sample=samples, max_tokens=st.integers(1, 16_384), budget=st.none() | budgets)
+terms = st.builds(
+    LeaseTerms,
+    batch_id=st.integers(0, 2**63 - 1) | strategies.names,
+    demand=demands,
+    ttl_seconds=st.floats(0.1, 86_400),
+)
+acquires = st.builds(
+    AcquireRequest, request_id=strategies.names, terms=terms, namespace=strategies.names, wait=st.booleans()
+)
+tokens = st.builds(
+    LeaseToken, token_no=counts, node_ip=strategies.names, gpu_ids=st.lists(counts, max_size=4).map(tuple)
+)
+views = st.builds(
+    LeaseView,
+    lease_id=strategies.names,
+    state=st.sampled_from(LeaseState),
+    fencing_token=st.integers(0, 2**64 - 1),
+    tokens=st.lists(tokens, max_size=4).map(tuple),
+    expires_in_seconds=amounts,
+    reason=strategies.names,
+    waiting_seconds=amounts,
+    bypassed=counts,
+)
+nodes = st.builds(
+    NodeView,
+    node_ip=strategies.names,
+    gpu_ids=st.lists(counts, max_size=3).map(tuple),
+    cpu=amounts,
+    memory_gb=amounts,
+    free_gpus=st.lists(amounts, max_size=3).map(tuple),
+    free_cpu=amounts,
+    free_memory_gb=amounts,
+)
+shortages = st.builds(
+    NodeShortageView,
+    node_ip=strategies.names,
+    free_tokens=counts,
+    max_tokens=counts,
+    short=st.lists(st.sampled_from(Shortage), max_size=5).map(tuple),
+)
+
+
+@given(acquires)
+def test_acquire(request: AcquireRequest) -> None:
+    raw = wire.encode_acquire_request(request).SerializeToString()
+    assert wire.decode_acquire_request(service.AcquireLeaseRequest.FromString(raw), None) == request
+
+
+@given(demands)
+def test_explain(demand: PlacementDemand) -> None:
+    assert wire.decode_explain_request(wire.encode_explain_request(demand)) == demand
+
+
+@given(views)
+def test_lease(view: LeaseView) -> None:
+    raw = wire.encode_lease(view).SerializeToString()
+    assert wire.decode_lease(service.AcquireLeaseResponse.FromString(raw)) == view
+
+
+@given(st.builds(RenewRequest, lease_id=strategies.names, fencing_token=counts, namespace=strategies.names))
+def test_renew(request: RenewRequest) -> None:
+    assert wire.decode_renew_request(wire.encode_renew_request(request)) == request
+
+
+@given(
+    st.builds(
+        ReleaseRequest,
+        request_id=strategies.names,
+        lease_id=strategies.names,
+        fencing_token=counts,
+        token_nos=st.lists(counts, max_size=4).map(tuple),
+        namespace=strategies.names,
+    ),
+    st.builds(ReleaseReply, released_tokens=counts, held_tokens=counts),
+)
+def test_release(request: ReleaseRequest, reply: ReleaseReply) -> None:
+    assert wire.decode_release_request(wire.encode_release_request(request)) == request
+    assert wire.decode_release_reply(wire.encode_release_reply(reply)) == reply
+
+
+@given(
+    st.builds(CapacityView, max_tokens=counts, free_tokens=counts, nodes=st.lists(nodes, max_size=3).map(tuple)),
+    st.builds(
+        PlacementView,
+        wanted_tokens=counts,
+        free_tokens=counts,
+        max_tokens=counts,
+        nodes=st.lists(shortages, max_size=3).map(tuple),
+    ),
+)
+def test_answers_to_questions(capacity: CapacityView, placement: PlacementView) -> None:
+    assert wire.decode_capacity(wire.encode_capacity(capacity)) == capacity
+    assert wire.decode_placement(wire.encode_placement(placement)) == placement
+
+
+def test_a_budget_without_concurrency_is_limited_by_max_tokens() -> None:
+    message = service.ExplainPlacementRequest(max_tokens=5)
+    message.per_sample.gpu = 1
+    message.budget.gpu = 3
+    assert wire.decode_explain_request(message).budget == Resource(gpu=3, concurrency=5)
