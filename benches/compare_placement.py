@@ -134,7 +134,7 @@ def markdown(comparison: Comparison, batch: int) -> str:
     lines = [
         "# What placing a token costs",
         "",
-        f"Written by `make bench` on {os.cpu_count()} cores with Python {platform.python_version()}, "
+        f"Written by `make bench` on {os.cpu_count()} cores with Python {platform.python_version()},",
         f"load average {os.getloadavg()[2]:.1f} (of 15 minutes: others may have worked beside it).",
         "Nanoseconds a token, acquire and release together, median;",
         f"batches of {batch} shares of 0.33 on an empty pool of nodes with eight GPUs.",

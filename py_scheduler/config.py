@@ -124,7 +124,6 @@ class Knob(msgspec.Struct, frozen=True):
 
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-
 KNOBS = (
     Knob(
         "--listen",
@@ -150,7 +149,7 @@ KNOBS = (
         "N",
         "samples of one batch running at once",
     ),
-    Knob("--log-level", ("server.log_level",), str, "LEVEL", "debug, info, warning or error", _LOG_LEVELS),
+    Knob("--log-level", ("server.log_level",), str, "LEVEL", ", ".join(_LOG_LEVELS), _LOG_LEVELS),
 )
 
 
@@ -212,9 +211,8 @@ def _apply(override: Override, tables: dict[str, Any], faults: list[FieldViolati
     except ValueError:
         faults.append(FieldViolation(override.origin, f"is {override.text!r}, must be a number"))
         return
-    if override.knob.choices and value not in override.knob.choices:
-        known = ", ".join(override.knob.choices)
-        faults.append(FieldViolation(override.origin, f"is {override.text!r}, must be one of {known}"))
+    if (known := override.knob.choices) and value not in known:
+        faults.append(FieldViolation(override.origin, f"is {override.text!r}, must be one of {', '.join(known)}"))
         return
     for key in override.knob.keys:
         table_key, _, rest = key.partition(".")

@@ -63,7 +63,7 @@ def _table(plans: Sequence[SpecPlan]) -> Table:
     for heading in ("tokens needed", "tokens possible", "batches at once"):
         table.add_column(heading, justify="right")
     for heading in ("a batch is bounded by", "limited by"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     table.add_column(f"one more node like {likes[0]}" if likes else "one more node", overflow="fold")
     for plan in plans:
         table.add_row(
@@ -71,12 +71,17 @@ def _table(plans: Sequence[SpecPlan]) -> Table:
             _number(plan.tokens_needed, "-"),
             _number(plan.tokens_possible, "any"),
             _number(plan.batches_at_once, "any"),
-            ", ".join(plan.bounds_batch),
+            _bounds(plan.bounds_batch),
             ", ".join(_limit(what, nodes) for what, nodes in plan.limits) or "nothing",
             _one_more(plan),
             style="red" if plan.problem else None,
         )
     return table
+
+
+def _bounds(names: tuple[str, ...]) -> str:
+    """Says "budget" once, however many of its parts it is."""
+    return ", ".join(names[:1] + tuple(name.removeprefix("budget ") for name in names[1:]))
 
 
 def _number(value: int | None, none: str) -> str:

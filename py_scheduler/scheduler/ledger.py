@@ -28,11 +28,10 @@ from py_scheduler.domain.events import (
     AttemptsLeased,
     AttemptStarted,
     Event,
-    StopCause,
     TaskDone,
     TasksAccepted,
 )
-from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
+from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from py_scheduler.scheduler.commands import (
@@ -44,6 +43,7 @@ from py_scheduler.scheduler.commands import (
     StartAttempt,
     StopTasks,
 )
+from py_scheduler.scheduler.endings import WAITING, complete_samples, end_waiting, ended, may_retry, task_done
 from py_scheduler.scheduler.records import (
     RequestRecord,
     SubmissionRecord,
@@ -54,18 +54,9 @@ from py_scheduler.scheduler.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
 
-_WAITING = (AttemptState.QUEUED, AttemptState.LEASED)
-_LIVE = (AttemptState.RUNNING, *_WAITING)
-
-_OUTCOME_OF_END = {
-    AttemptState.FAILED: Outcome.INFRA_OTHER,
-    AttemptState.TIMED_OUT: Outcome.AGENT_TIMEOUT,
-    AttemptState.ABORTED: Outcome.ABORTED,
-    AttemptState.LOST: Outcome.INFRA_OTHER,
-}
-"""For samples that an attempt left without a record of their own."""
+_LIVE = (AttemptState.RUNNING, *WAITING)
 
 
 class Ledger:
@@ -124,7 +115,7 @@ class Ledger:
 
     def is_waiting(self, ref: AttemptRef) -> bool:
         """Whether this attempt is still to be started."""
-        return self._live(ref, _WAITING)
+        return self._live(ref, WAITING)
 
     def running_attempts(self, task_id: str) -> list[AttemptRef]:
         task = self._tasks.get(task_id)
@@ -188,13 +179,13 @@ class Ledger:
             seen.add(key)
 
     def _decide_lease(self, command: LeaseAttempts) -> list[Event]:
-        leasable = tuple([ref for ref in dict.fromkeys(command.attempts) if self._live(ref, _WAITING)])
+        leasable = tuple([ref for ref in dict.fromkeys(command.attempts) if self._live(ref, WAITING)])
         return [AttemptsLeased(attempts=leasable)] if leasable else []
 
     def _decide_start(self, command: StartAttempt) -> list[Event]:
         ref = command.ref
         task = self._tasks.get(ref.task_id)
-        if task is None or not self._live(ref, _WAITING):
+        if task is None or not self._live(ref, WAITING):
             return []
         return [
             AttemptStarted(
@@ -215,13 +206,13 @@ class Ledger:
         if task is None or subtask is None or subtask.attempt_no != ref.attempt_no or subtask.state not in _LIVE:
             self.stale_commands += 1
             return []
-        if command.is_stop_confirmed and _may_retry(task, subtask, state):
-            return [_ended(task, command, (), ref.attempt_no + 1)]
-        samples = _complete_samples(task, subtask, command)
-        events: list[Event] = [_ended(task, command, samples, 0)]
+        if command.is_stop_confirmed and may_retry(task, subtask, state):
+            return [ended(task, command, (), ref.attempt_no + 1)]
+        samples = complete_samples(task, subtask, command)
+        events: list[Event] = [ended(task, command, samples, 0)]
         if task.open_subtasks == 1:
             succeeded = len(samples) if state is AttemptState.SUCCEEDED else 0
-            events.append(_task_done(task, samples, succeeded, command.message, command.unix_seconds))
+            events.append(task_done(task, samples, succeeded, command.message, command.unix_seconds))
         return events
 
     def _decide_interrupt(self, command: InterruptAttempt) -> list[Event]:
@@ -230,7 +221,7 @@ class Ledger:
         task = self._tasks.get(ref.task_id)
         if task is None or task.stop_cause is not None or not self._live(ref, _LIVE):
             return self._decide_end(end)
-        return [_ended(task, end, (), ref.attempt_no + 1, is_counted=False)]
+        return [ended(task, end, (), ref.attempt_no + 1, is_counted=False)]
 
     def _decide_stop(self, command: StopTasks) -> list[Event]:
         submission = self._submissions[command.submission_id]
@@ -248,7 +239,7 @@ class Ledger:
             )
         ]
         for task in tasks:
-            events.extend(_end_waiting(task, command))
+            events.extend(end_waiting(task, command))
         return events
 
     def _live(self, ref: AttemptRef, states: tuple[AttemptState, ...]) -> bool:
@@ -349,103 +340,3 @@ def _move(task: TaskRecord, subtask: SubTaskRecord, state: AttemptState) -> None
     counts[subtask.state] -= 1
     counts[state] += 1
     subtask.state = state
-
-
-def _may_retry(task: TaskRecord, subtask: SubTaskRecord, state: AttemptState) -> bool:
-    if task.stop_cause is not None:
-        return False
-    retry = task.task.config.retry
-    if state is AttemptState.LOST:
-        return subtask.losses < retry.max_loss_retries
-    if state is AttemptState.FAILED or state is AttemptState.TIMED_OUT:
-        return subtask.failures < retry.max_failure_retries
-    return False
-
-
-def _complete_samples(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> tuple[SampleDone, ...]:
-    if len(command.samples) == subtask.sample_count:
-        return command.samples
-    have = {sample.sample_no: sample for sample in command.samples}
-    numbers = range(subtask.first_sample_no, subtask.first_sample_no + subtask.sample_count)
-    return tuple(have.get(number) or _missing_sample(task, number, command) for number in numbers)
-
-
-def _missing_sample(task: TaskRecord, sample_no: int, command: EndAttempt) -> SampleDone:
-    return SampleDone(
-        task_id=task.task_id,
-        sample_no=sample_no,
-        attempt_no=command.ref.attempt_no,
-        outcome=_OUTCOME_OF_END.get(command.state, Outcome.INFRA_OTHER),
-        error=command.message,
-    )
-
-
-def _ended(
-    task: TaskRecord,
-    command: EndAttempt,
-    samples: tuple[SampleDone, ...],
-    next_attempt_no: int,
-    *,
-    is_counted: bool = True,
-) -> AttemptEnded:
-    return AttemptEnded(
-        submission_id=task.submission.submission_id,
-        task_id=task.task_id,
-        subtask_no=command.ref.subtask_no,
-        attempt_no=command.ref.attempt_no,
-        state=command.state,
-        samples=samples,
-        message=command.message,
-        next_attempt_no=next_attempt_no,
-        unix_seconds=command.unix_seconds,
-        is_counted=is_counted,
-    )
-
-
-def _end_waiting(task: TaskRecord, command: StopTasks) -> Iterator[Event]:
-    """Ends what has not started; what runs is ended by the report of its stop."""
-    state = command.cause.attempt_state
-    waiting = [(no, sub) for no, sub in enumerate(task.subtasks) if sub.state in _WAITING]
-    ended: list[SampleDone] = []
-    for subtask_no, subtask in waiting:
-        ref = AttemptRef(task.task_id, subtask_no, subtask.attempt_no)
-        end = EndAttempt(ref, state, (), command.reason, command.unix_seconds)
-        samples = _complete_samples(task, subtask, end)
-        ended.extend(samples)
-        yield _ended(task, end, samples, 0)
-    if task.open_subtasks == len(waiting):
-        yield _task_done(task, ended, 0, command.reason, command.unix_seconds, command.cause)
-
-
-def _task_done(
-    task: TaskRecord,
-    last_samples: Iterable[SampleDone],
-    last_succeeded: int,
-    message: str,
-    unix_seconds: float,
-    stop_cause: StopCause | None = None,
-) -> TaskDone:
-    outcomes = dict(task.outcomes)
-    for sample in last_samples:
-        outcomes[sample.outcome] = outcomes.get(sample.outcome, 0) + 1
-    planned = task.task.config.repeat_times
-    aborted = Outcome.ABORTED in outcomes or (stop_cause or task.stop_cause) is StopCause.REQUEST
-    state = _task_state(task.succeeded_samples + last_succeeded, planned, aborted=aborted)
-    return TaskDone(
-        submission_id=task.submission.submission_id,
-        task_id=task.task_id,
-        client_key=task.task.client_key,
-        state=state,
-        planned_samples=planned,
-        outcomes=outcomes,
-        reason="" if state is TaskState.SUCCEEDED else task.reason or message,
-        unix_seconds=unix_seconds,
-    )
-
-
-def _task_state(succeeded: int, planned: int, *, aborted: bool) -> TaskState:
-    if succeeded == planned:
-        return TaskState.SUCCEEDED
-    if aborted:
-        return TaskState.ABORTED
-    return TaskState.PARTIAL if succeeded else TaskState.FAILED

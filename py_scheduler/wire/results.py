@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 
 _NO_TIMINGS = Timings()
+_UNREADABLE = "unreadable_details"
 
 
 # Domain to wire
@@ -80,12 +81,40 @@ def _encode_timings(timings: Timings, message: task_pb2.Timings) -> None:
 
 def _encode_details(details: dict[str, Any]) -> bytes:
     try:
-        encoded = msgspec.json.encode(details)
+        encoded = msgspec.json.encode(details, enc_hook=_plain)
         if not encoded.startswith(b"{"):
             raise TypeError(f"{type(details).__name__} is no JSON object")
     except Exception as error:  # noqa: BLE001 - a scorer may say anything, and its objects raise anything
-        return msgspec.json.encode({"unreadable_details": words_of(error)})
+        return _encode_readable(details, error)
     return encoded
+
+
+def _plain(value: Any) -> Any:
+    """Scalars and arrays of numpy, and of what looks like it. Raises TypeError for anything else."""
+    if callable(to_list := getattr(value, "tolist", None)):
+        return to_list()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def _encode_readable(details: Any, error: Exception) -> bytes:
+    """Details entry by entry, those that cannot travel replaced by what is wrong with them."""
+    if not isinstance(details, dict):
+        return msgspec.json.encode({_UNREADABLE: words_of(error)})
+    entries = []
+    for key, value in details.items():
+        name = safe_text(key) if type(key) is str else _words_of_key(key)
+        try:
+            entries.append(msgspec.json.encode({name: value}, enc_hook=_plain)[1:-1])
+        except Exception as fault:  # noqa: BLE001 - as above
+            entries.append(msgspec.json.encode({name: f"{_UNREADABLE}: {words_of(fault)}"})[1:-1])
+    return b"{" + b",".join(entries) + b"}"
+
+
+def _words_of_key(key: Any) -> str:
+    try:
+        return safe_text(str(key))
+    except Exception as error:  # noqa: BLE001 - as above
+        return words_of(error)
 
 
 def encode_trajectory(trajectory: Trajectory, message: task_pb2.Trajectory) -> None:

@@ -127,8 +127,10 @@ async def test_a_cursor_of_a_server_before_is_refused(client: SchedulerClient) -
     async with parts.scheduler:
         await parts.api.start()
         async with SchedulerClient.connect(bound) as later:
-            with pytest.raises(CursorExpiredError):
+            await later.submit(tasks(1), 8)
+            with pytest.raises(CursorExpiredError) as caught:
                 await anext(later.watch(submission_id=submission.submission_id, cursor=submission.cursor))
+            assert caught.value.oldest_sequence == parts.scheduler.oldest_sequence
         await parts.api.stop()
 
 

@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import reasoning_gym  # noqa: F401 - takes long to import, and would keep a loop for so long
+
 from py_scheduler.app import build
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import parse_config
@@ -31,6 +33,7 @@ async def test_the_minimal_client_runs() -> None:
     async with ScriptedSglang(context_length=100_000) as engine:
         parts = build(parse_config(config_of(engine.base_url)), ROOT / "examples")
         address = parts.api.bind()
+        await parts.engines["student"].start()
         async with parts.scheduler:
             await parts.api.start()
             process = await asyncio.create_subprocess_exec(
@@ -41,18 +44,21 @@ async def test_the_minimal_client_runs() -> None:
                 stderr=asyncio.subprocess.PIPE,
                 cwd=ROOT,
             )
-            async with asyncio.timeout(60):
-                stdout, stderr = await process.communicate()
+            try:
+                async with asyncio.timeout(120):  # importing reasoning-gym alone takes long on a busy machine
+                    stdout, stderr = await process.communicate()
+            finally:
+                if process.returncode is None:
+                    process.kill()
             await parts.api.stop()
-        for generation in parts.engines.values():
-            await generation.close()
+        await parts.engines["student"].close()
     assert (process.returncode, stderr.decode()) == (0, "")
     lines = stdout.decode().splitlines()
     samples = [line for line in lines if line.endswith("tokens")]
-    # Four problems of each data set, four samples of each; the scripted engine never says the right thing.
-    assert len(samples) == 2 * 4 * 4
+    # Four problems, four samples of each; the scripted engine never says the right thing.
+    assert len(samples) == 4 * 4
     assert all(re.fullmatch(r"\S+ \d wrong_answer 0\.\d\d \d+ tokens", line) for line in samples), samples
-    assert sorted(line.rpartition(" ")[2] for line in lines if line not in samples) == ["succeeded"] * 8
+    assert sorted(line.rpartition(" ")[2] for line in lines if line not in samples) == ["succeeded"] * 4
 
 
 async def test_an_engine_that_does_not_answer_is_shown_without_its_address() -> None:

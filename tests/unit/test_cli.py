@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from py_scheduler.app import build
-from py_scheduler.cli import main
+from py_scheduler.cli import _parser, main
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
 from py_scheduler.config import parse_config
 from py_scheduler.domain.events import TaskDone
@@ -157,6 +157,32 @@ def test_status_shows_the_server_and_a_submission(started: Any, capsys: pytest.C
     assert "succeeded 3" in capsys.readouterr().out
     assert main(["status", "8", "--target", address]) == 1
     assert "8" in capsys.readouterr().err
+
+
+def test_abort_stops_a_submission_or_some_of_its_tasks(started: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    address = started(EVALUATOR + "handler_args = { seconds = 600.0 }\n" + SERVER).address()
+
+    def abort(*arguments: str) -> tuple[int, str]:
+        code = main(["abort", *arguments, "--target", address])
+        return code, capsys.readouterr().out
+
+    with BlockingSchedulerClient(address) as client:
+        submission = client.submit(echo(4), "7/gsm8k")
+        first, second, *_ = submission.task_ids
+        assert abort("7/gsm8k", "--task", first, "--task", second, "--reason", "enough") == (0, "2 tasks aborted\n")
+        assert client.get_submission("7/gsm8k").aborted_tasks == 2
+        code, said = abort(submission.submission_id, "--no-wait")
+        assert (code, said.partition("\n")[0]) == (0, "2 tasks aborted")
+        assert abort(submission.submission_id) == (0, "nothing was open\n")
+        done: list[TaskDone] = []
+        for frame in client.watch(submission_id=submission.submission_id, cursor=submission.cursor):
+            done += [record.event for record in frame.records if isinstance(record.event, TaskDone)]
+            if len(done) == 4:
+                break
+        assert {event.task_id for event in done if event.reason == "enough"} == {first, second}
+    assert main(["abort", "8", "--target", address]) == 1
+    assert main(["status", submission.submission_id, "--target", address]) == 0
+    assert "aborted 4" in capsys.readouterr().out
 
 
 # Faults at the start
@@ -319,7 +345,41 @@ def test_a_second_signal_ends_at_once(started: Any) -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
-    assert re.match(r"\d", capsys.readouterr().out)
+    assert re.match(r"\d", version := capsys.readouterr().out)
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, version)
+
+
+def test_every_option_of_every_command_is_explained() -> None:
+    (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
+    assert set(commands) == {"serve", "status", "abort", "plan", "why", "fetch-model", "version"}
+    for name, command in commands.items():
+        assert command.description
+        assert command.epilog
+        assert f"py-scheduler {name}" in command.epilog
+        for action in command._actions:
+            assert action.help, (name, action.dest)
+            assert action.metavar or action.nargs == 0, (name, action.dest)
+
+
+def test_the_model_that_is_ready(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(bytes(2_600_000))
+    monkeypatch.setattr("py_scheduler.adapters.model_store.fetch_smollm2", lambda _folder: model)
+    assert main(["fetch-model"]) == 0
+    assert capsys.readouterr().out == f"model ready: {model} (3 MB)\n"
+
+
+def test_the_configuration_file_may_come_from_a_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config_file(tmp_path, "[server\n")
+    monkeypatch.setenv("PY_SCHEDULER_CONFIG", str(file))
+    assert main(["serve"]) == 2
+    assert f"py-scheduler: {file} is not TOML: " in capsys.readouterr().err
 
 
 def test_no_command_and_no_server(capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,4 +387,4 @@ def test_no_command_and_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
     assert caught.value.code == 2
     assert main(["status", "--target", "127.0.0.1:1"]) == 1
-    assert "py-scheduler: " in capsys.readouterr().err
+    assert "no py-scheduler answers at 127.0.0.1:1: start it with" in capsys.readouterr().err

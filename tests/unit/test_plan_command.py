@@ -54,6 +54,7 @@ def test_a_layout_and_specs_without_handlers(specs: Path, capsys: pytest.Capture
     assert "gpu on 1 node, cpu on 1 node" in shown
     assert row(shown, "evaluator")[-1] == "one more node like 10.0.0.1"
     assert row(shown, "math")[-1] == "+6 tokens, +2 batches"
+    assert row(shown, "math")[4] == "budget concurrency, gpu, cpu"
     drawn = [line.split() for line in shown.splitlines() if line.startswith("10.0.0.")]
     full, free = ("████", "····") if "█" in shown else ("####", "....")
     assert drawn == [

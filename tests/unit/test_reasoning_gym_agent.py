@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from py_scheduler.domain.generation import ChatMessage, FinishReason, Generation, SamplingParams, StoppingCriteria
+from py_scheduler.domain.generation import ChatMessage, FinishReason
 from py_scheduler.domain.results import AgentResult, Reward
-from py_scheduler.domain.task import Sample, Task, TaskConfig
+from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import ConfigError, ContextOverflowError, InvalidArgumentError
 from py_scheduler.integrations.reasoning_gym import (
     CODE_SCORING_DATASETS,
@@ -22,50 +22,13 @@ from py_scheduler.integrations.reasoning_gym import (
     reasoning_gym_mixture,
     reasoning_gym_tasks,
 )
+from tests.support.scripted_episode import ScriptedEpisode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from py_scheduler.domain.resources import PlacementToken
 
 EASY: dict[str, Any] = {"min_words": 2, "max_words": 4}
-
-
-class ScriptedEpisode:
-    """Answers every question with `answer`, and keeps what was asked."""
-
-    def __init__(
-        self, task: Task, answer: str | Callable[[str], str] = "", reason: FinishReason = FinishReason.STOP
-    ) -> None:
-        self.sample = Sample(task_id="t", sample_no=0, task=task)
-        self.sampling = SamplingParams()
-        self.stopping = StoppingCriteria()
-        self.attempt_no = 1
-        self.token: PlacementToken | None = None
-        self.token_ids: Sequence[int] = ()
-        self.remaining_seconds: float | None = None
-        self.messages: list[ChatMessage] = []
-        self.observed_text = ""
-        self._answer = answer
-        self._reason = reason
-
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        self.messages = list(messages)
-        return [1, 2, 3]
-
-    async def observe_chat(self, messages: Sequence[ChatMessage]) -> None:
-        self.observe(await self.encode_chat(messages), "\n".join(message.content for message in messages))
-
-    async def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def observe(self, token_ids: Iterable[int], text: str = "") -> None:
-        self.token_ids = [*self.token_ids, *token_ids]
-        self.observed_text += text
-
-    async def generate(self, *, role: str = "student", max_new_tokens: int | None = None) -> Generation:
-        text = self._answer if isinstance(self._answer, str) else self._answer(self.messages[-1].content)
-        return Generation(token_ids=[7], log_probs=[-0.5], text=text, finish_reason=self._reason)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,127 @@
+"""What follows from a record and a command: the events of an attempt's end and of a task's.
+
+Pure functions beside the ledger: they look at records and change none; `Ledger.apply` does that with the events they
+make.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.events import AttemptEnded, AttemptRef, Event, StopCause, TaskDone
+from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
+from py_scheduler.scheduler.commands import EndAttempt, StopTasks
+from py_scheduler.scheduler.records import SubTaskRecord, TaskRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+WAITING = (AttemptState.QUEUED, AttemptState.LEASED)
+
+_OUTCOME_OF_END = {
+    AttemptState.FAILED: Outcome.INFRA_OTHER,
+    AttemptState.TIMED_OUT: Outcome.AGENT_TIMEOUT,
+    AttemptState.ABORTED: Outcome.ABORTED,
+    AttemptState.LOST: Outcome.INFRA_OTHER,
+}
+"""For samples that an attempt left without a record of their own."""
+
+
+def may_retry(task: TaskRecord, subtask: SubTaskRecord, state: AttemptState) -> bool:
+    if task.stop_cause is not None:
+        return False
+    retry = task.task.config.retry
+    if state is AttemptState.LOST:
+        return subtask.losses < retry.max_loss_retries
+    if state is AttemptState.FAILED or state is AttemptState.TIMED_OUT:
+        return subtask.failures < retry.max_failure_retries
+    return False
+
+
+def complete_samples(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> tuple[SampleDone, ...]:
+    if len(command.samples) == subtask.sample_count:
+        return command.samples
+    have = {sample.sample_no: sample for sample in command.samples}
+    numbers = range(subtask.first_sample_no, subtask.first_sample_no + subtask.sample_count)
+    return tuple(have.get(number) or _missing_sample(task, number, command) for number in numbers)
+
+
+def _missing_sample(task: TaskRecord, sample_no: int, command: EndAttempt) -> SampleDone:
+    return SampleDone(
+        task_id=task.task_id,
+        sample_no=sample_no,
+        attempt_no=command.ref.attempt_no,
+        outcome=_OUTCOME_OF_END.get(command.state, Outcome.INFRA_OTHER),
+        error=command.message,
+    )
+
+
+def ended(
+    task: TaskRecord,
+    command: EndAttempt,
+    samples: tuple[SampleDone, ...],
+    next_attempt_no: int,
+    *,
+    is_counted: bool = True,
+) -> AttemptEnded:
+    return AttemptEnded(
+        submission_id=task.submission.submission_id,
+        task_id=task.task_id,
+        subtask_no=command.ref.subtask_no,
+        attempt_no=command.ref.attempt_no,
+        state=command.state,
+        samples=samples,
+        message=command.message,
+        next_attempt_no=next_attempt_no,
+        unix_seconds=command.unix_seconds,
+        is_counted=is_counted,
+    )
+
+
+def end_waiting(task: TaskRecord, command: StopTasks) -> Iterator[Event]:
+    """Ends what has not started; what runs is ended by the report of its stop."""
+    state = command.cause.attempt_state
+    waiting = [(no, sub) for no, sub in enumerate(task.subtasks) if sub.state in WAITING]
+    last_samples: list[SampleDone] = []
+    for subtask_no, subtask in waiting:
+        ref = AttemptRef(task.task_id, subtask_no, subtask.attempt_no)
+        end = EndAttempt(ref, state, (), command.reason, command.unix_seconds)
+        samples = complete_samples(task, subtask, end)
+        last_samples.extend(samples)
+        yield ended(task, end, samples, 0)
+    if task.open_subtasks == len(waiting):
+        yield task_done(task, last_samples, 0, command.reason, command.unix_seconds, command.cause)
+
+
+def task_done(
+    task: TaskRecord,
+    last_samples: Iterable[SampleDone],
+    last_succeeded: int,
+    message: str,
+    unix_seconds: float,
+    stop_cause: StopCause | None = None,
+) -> TaskDone:
+    outcomes = dict(task.outcomes)
+    for sample in last_samples:
+        outcomes[sample.outcome] = outcomes.get(sample.outcome, 0) + 1
+    planned = task.task.config.repeat_times
+    aborted = Outcome.ABORTED in outcomes or (stop_cause or task.stop_cause) is StopCause.REQUEST
+    state = _task_state(task.succeeded_samples + last_succeeded, planned, aborted=aborted)
+    return TaskDone(
+        submission_id=task.submission.submission_id,
+        task_id=task.task_id,
+        client_key=task.task.client_key,
+        state=state,
+        planned_samples=planned,
+        outcomes=outcomes,
+        reason="" if state is TaskState.SUCCEEDED else task.reason or message,
+        unix_seconds=unix_seconds,
+    )
+
+
+def _task_state(succeeded: int, planned: int, *, aborted: bool) -> TaskState:
+    if succeeded == planned:
+        return TaskState.SUCCEEDED
+    if aborted:
+        return TaskState.ABORTED
+    return TaskState.PARTIAL if succeeded else TaskState.FAILED
