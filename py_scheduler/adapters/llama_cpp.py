@@ -5,6 +5,7 @@ Invariants:
 - At most `slots` generations are at the server; the others wait here, where an abort reaches them at once. So the
   server's threads are never all taken by generations, and encoding goes on beside them.
 - Closing the connection is the abort: leaving a response before its end frees the slot.
+- A child that died is started again by the next request, which waits for it: what was in flight fails, no more.
 - Every sampling field is set, neutrally where the request says nothing: llama.cpp's own defaults are not neutral.
 
 Log-probs are the model's own, before temperature and filters (LogProbKind.MODEL). The end-of-sequence token, when the
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import random
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +41,11 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.generation import ChatMessage
 
+logger = logging.getLogger(__name__)
+
 CONTROL_CONNECTIONS = 4
+RESTART_SECONDS = 5.0
+"""At least between two starts of the child."""
 SPARE_HTTP_THREADS = 4
 VERSION_DIGITS = 12
 FEW_CANDIDATES = 256
@@ -77,12 +84,23 @@ class LlamaCppEngine:
         self._http: HttpClient | None = None
         self._info: ModelInfo | None = None
         self._end_token_id = 0
+        self._launched_at = 0.0
+        self._restarting = asyncio.Lock()
+        self._is_closed = False
 
     async def start(self) -> None:
         """Loads the model in a child process. Raises EngineUnavailableError, with what llama.cpp said."""
-        settings = self._settings
         if not self._gguf_path.is_file():
             raise EngineUnavailableError(f"there is no model file {self._gguf_path}: fetch one or correct the path")
+        try:
+            await self._launch()
+            self._info = await self._ask_model_info()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _launch(self) -> None:
+        settings = self._settings
         self._process = LlamaProcess(
             {
                 "gguf_path": str(self._gguf_path),
@@ -93,23 +111,38 @@ class LlamaCppEngine:
                 "prompt_cache_mib": settings.prompt_cache_mib,
             }
         )
-        try:
-            address = await self._process.start(settings.start_timeout_seconds)
-            self._http = HttpClient(
-                address,
-                # A connection holds one of the server's threads, an idle one too, and a stream ends with its closing.
-                connections=settings.slots + CONTROL_CONNECTIONS,
-                keepalive_seconds=None,
-                connect_timeout_seconds=settings.control_timeout_seconds,
-            )
-            await self._http.start()
-            self._info = await self._ask_model_info(self._http)
-        except BaseException:
-            await self.close()
-            raise
+        self._launched_at = time.monotonic()
+        address = await self._process.start(settings.start_timeout_seconds)
+        self._http = HttpClient(
+            address,
+            # A connection holds one of the server's threads, an idle one too, and a stream ends with its closing.
+            connections=settings.slots + CONTROL_CONNECTIONS,
+            keepalive_seconds=None,
+            connect_timeout_seconds=settings.control_timeout_seconds,
+        )
+        await self._http.start()
+
+    async def _alive(self) -> HttpClient:
+        """The client of a running process: one that died is started again, and whoever needs it waits.
+
+        One that lives for less than a few seconds is not started again at once: what it dies of would kill the next.
+        """
+        if self._http is None or self._process is None or self._is_closed:
+            raise EngineUnavailableError("the embedded engine is not started")
+        async with self._restarting:
+            if self._process.ended and not self._is_closed:
+                wait = self._launched_at + RESTART_SECONDS - time.monotonic()
+                if wait > 0:
+                    await asyncio.sleep(wait)
+                await self._http.close()
+                await self._process.close()
+                logger.warning("the embedded engine died and is started again: %s", self._process.last_words)
+                await self._launch()
+        return self._http
 
     async def close(self) -> None:
         """Ends what is in flight with EngineUnavailableError and frees the model."""
+        self._is_closed = True
         await self._flights.close(self._settings.control_timeout_seconds)
         if self._http is not None:
             await self._http.close()
@@ -158,8 +191,9 @@ class LlamaCppEngine:
             await flight.finished.wait()
 
     async def _receive(self, body: dict[str, Any], flight: Flight, received: Received) -> None:
+        client = await self._alive()
         flight.allow(self._settings.first_token_timeout_seconds)
-        async with self._client().post("/completion", body) as response:
+        async with client.post("/completion", body) as response:
             if response.status != HTTP_OK:
                 raise refusal(response.status, error_message(await response.read()))
             async for payload in sse_payloads(response.content):
@@ -193,7 +227,8 @@ class LlamaCppEngine:
                 return found
         return []
 
-    async def _ask_model_info(self, http: HttpClient) -> ModelInfo:
+    async def _ask_model_info(self) -> ModelInfo:
+        http = self._client()
         timeout = self._settings.control_timeout_seconds
         props = await http.get_json("/props", timeout_seconds=timeout)
         models = await http.get_json("/v1/models", timeout_seconds=timeout)
@@ -208,7 +243,7 @@ class LlamaCppEngine:
         )
 
     async def _call(self, path: str, body: Any) -> Any:
-        return await self._client().post_json(path, body, timeout_seconds=self._settings.control_timeout_seconds)
+        return await (await self._alive()).post_json(path, body, timeout_seconds=self._settings.control_timeout_seconds)
 
     def _client(self) -> HttpClient:
         if self._http is None:

@@ -102,9 +102,10 @@ def _encode_readable(details: Any, error: Exception) -> bytes:
         return msgspec.json.encode({_UNREADABLE: words_of(error)})
     entries = []
     for key, value in details.items():
-        name = safe_text(key) if type(key) is str else _words_of_key(key)
+        name = _words_of_key(key)
         try:
-            entries.append(msgspec.json.encode({name: value}, enc_hook=_plain)[1:-1])
+            sendable = safe_text(value) if type(value) is str else value
+            entries.append(msgspec.json.encode({name: sendable}, enc_hook=_plain)[1:-1])
         except Exception as fault:  # noqa: BLE001 - as above
             entries.append(msgspec.json.encode({name: f"{_UNREADABLE}: {words_of(fault)}"})[1:-1])
     return b"{" + b",".join(entries) + b"}"

@@ -287,7 +287,10 @@ async def test_unstarted_it_says_so(gguf_path: Path) -> None:
     await engine.close()
 
 
-async def test_its_death_is_told_with_the_tokens_so_far_and_closing_is_quick(gguf_path: Path) -> None:
+async def test_its_death_is_told_with_the_tokens_so_far_and_the_next_request_finds_it_alive_again(
+    gguf_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("py_scheduler.adapters.llama_cpp.RESTART_SECONDS", 0.0)
     settings = LlamaCppSettings(slots=SLOTS, context_length=1024)
     engine = LlamaCppEngine(gguf_path, settings=settings)
     await engine.start()
@@ -302,9 +305,13 @@ async def test_its_death_is_told_with_the_tokens_so_far_and_closing_is_quick(ggu
     assert isinstance(caught.value.partial, Generation)
     assert caught.value.partial.finish_reason is FinishReason.ABORT
     await engine._process._process.wait()
-    with pytest.raises(EngineUnavailableError, match="died: its process ended with code -9"):
-        await engine.generate(request(prompt))
+    answers = await asyncio.gather(
+        *(engine.generate(request(prompt, rid=f"again-{n}", max_new_tokens=4)) for n in range(3))
+    )
+    assert [answer.finish_reason for answer in answers] == [FinishReason.LENGTH] * 3
     await engine.close()
+    with pytest.raises(EngineUnavailableError):
+        await engine.generate(request(prompt))
 
 
 async def test_closing_ends_what_is_in_flight(gguf_path: Path) -> None:
