@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import time
+import uuid
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -30,7 +31,7 @@ from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import Outcome, SampleDone, TaskState
 from py_scheduler.errors import SchedulerError
 from py_scheduler.integrations.reasoning_gym import reasoning_gym_mixture
-from py_scheduler.rollout.artifacts import write_trajectories
+from py_scheduler.rollout.artifacts import Origin, write_trajectories
 from py_scheduler.rollout.summary import RolloutSummary, summarise, summary_table
 
 if TYPE_CHECKING:
@@ -44,12 +45,14 @@ HERE = Path(__file__).parent
 DATASETS = {
     "letter_counting": {"min_words": 2, "max_words": 4},
     "lcm": {"min_value": 1, "max_value": 6},
-    "spell_backward": {"min_word_len": 3, "max_word_len": 4},
+    "count_bits": {"max_n": 8},
 }
 START_SECONDS = 180.0
 STOP_SECONDS = 30.0
 LISTENING = re.compile(rb"^listening on (\S+)")
 LOG_TAIL_LINES = 30
+LINE_SECONDS = 10.0
+BATCH_ID = 0
 
 
 class ServerFailedError(Exception):
@@ -114,41 +117,44 @@ def log_tail(log: Path) -> str:
 
 
 class Rollout(msgspec.Struct):
-    """What came back, by the time it took."""
+    """What came back so far."""
 
-    samples: list[SampleDone]
-    tasks_done: list[TaskDone]
-    tasks: dict[str, Task]
-    server: ServerInfo
-    elapsed_seconds: float
-
-
-async def roll_out(address: str, tasks: list[Task], console: Console) -> Rollout:
-    by_key = {task.client_key: task for task in tasks}
     samples: list[SampleDone] = []
-    done: list[TaskDone] = []
+    tasks_done: list[TaskDone] = []
+    tasks: dict[str, Task] = {}
+    server: ServerInfo | None = None
+    elapsed_seconds: float = 0.0
+
+
+async def roll_out(address: str, tasks: list[Task], rollout: Rollout, console: Console) -> None:
+    """Fills `rollout` while it goes, so that what was finished is there when it is broken off."""
     total = sum(task.config.repeat_times for task in tasks)
+    request_id = uuid.uuid4().hex
     async with SchedulerClient(address) as client:
-        info = await client.server_info()
+        rollout.server = await client.server_info()
         started = time.perf_counter()
+        # Sent twice and accepted once, by its request_id: the first time for the ids, the second for the events.
+        submission = await client.submit(tasks, BATCH_ID, request_id=request_id)
+        rollout.tasks.update(zip(submission.task_ids, tasks, strict=True))
+        events = client.rollout(tasks, batch_id=BATCH_ID, request_id=request_id, abort_on_exit=True)
         with SampleProgress(console, total) as progress:
-            async for event in client.rollout(tasks, batch_id=0, abort_on_exit=True):
+            async for event in events:
                 if isinstance(event, SampleDone):
-                    samples.append(event)
+                    rollout.samples.append(event)
                     progress.advance(event)
                 else:
-                    done.append(event)
-        elapsed = time.perf_counter() - started
-    return Rollout(samples, done, {event.task_id: by_key[event.client_key] for event in done}, info, elapsed)
+                    rollout.tasks_done.append(event)
+        rollout.elapsed_seconds = time.perf_counter() - started
 
 
 class SampleProgress:
-    """A live bar on a terminal, and a line at every quarter elsewhere."""
+    """A live bar on a terminal; elsewhere a line at the first sample, the last, and now and then."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
         self._total = total
         self._finished = self._solved = 0
+        self._next_line = 0.0
         self._bar = Progress(
             TextColumn("rolling out"),
             BarColumn(),
@@ -168,22 +174,25 @@ class SampleProgress:
         self._bar.stop()
 
     def advance(self, sample: SampleDone) -> None:
-        quarter = 4 * self._finished // self._total
         self._finished += 1
         self._solved += sample.outcome is Outcome.SOLVED
         self._bar.update(self._row, completed=self._finished, solved=self._solved)
-        if not self._console.is_terminal and 4 * self._finished // self._total > quarter:
+        now = time.monotonic()
+        if not self._console.is_terminal and (now >= self._next_line or self._finished == self._total):
+            self._next_line = now + LINE_SECONDS
             self._console.print(f"{self._finished}/{self._total} samples, {self._solved} solved")
 
 
 def show(rollout: Rollout, summary: RolloutSummary, console: Console) -> None:
     console.print(summary_table(summary, title="Outcomes"))
+    assert rollout.server is not None
     total, elapsed = summary.total, rollout.elapsed_seconds
     share = rollout.server.evaluators[0].sample_resource.gpu
     gpus = sum(len(node.gpu_ids) for node in rollout.server.nodes)
     use = total.held_seconds * share / (gpus * elapsed)
     console.print(
         f"{len(rollout.tasks_done)} groups, {total.samples} samples in {elapsed:.1f} s: "
+        f"{total.prompt_tokens} prompt and {total.generated_tokens} generated tokens, "
         f"{total.generated_tokens / elapsed:.1f} generated tokens/s\n"
         f"placement held {100 * use:.0f} % of the GPU·seconds of {gpus} GPUs on {len(rollout.server.nodes)} nodes, "
         f"{share:g} GPU a sample\n"
@@ -213,6 +222,14 @@ def show_sample(rollout: Rollout, console: Console) -> None:
     console.print(Panel(escape(text), title=title, title_align="left"))
 
 
+def keep(rollout: Rollout, folder: Path) -> str:
+    """Writes what was finished, and says so."""
+    path = folder / "trajectories.parquet"
+    model = rollout.server.engines[0].model_name if rollout.server else ""
+    written = write_trajectories(path, rollout.samples, rollout.tasks, Origin(batch_id=BATCH_ID, model=model))
+    return f"{written} trajectories: {path}"
+
+
 def is_success(rollout: Rollout, planned: int) -> bool:
     finished = sum(event.state is TaskState.SUCCEEDED for event in rollout.tasks_done)
     return finished == planned and any(sample.outcome.is_model_result for sample in rollout.samples)
@@ -221,13 +238,16 @@ def is_success(rollout: Rollout, planned: int) -> bool:
 async def demo(options: argparse.Namespace, console: Console) -> int:
     tasks = reasoning_gym_mixture(DATASETS, count=options.groups, seed=options.seed, repeat_times=options.samples)
     log = options.output / "server.log"
+    rollout = Rollout()
     console.print(f"starting the server with {options.config} (its log: {log})")
     try:
         async with server(options.config, log) as address:
             console.print(f"the server listens on {address}; {len(tasks)} groups of {options.samples} samples go out")
-            rollout = await roll_out(address, tasks, console)
+            await roll_out(address, tasks, rollout, console)
     except BaseException as error:
-        if tail := log_tail(log):
+        if rollout.samples:
+            console.print(f"broken off; {keep(rollout, options.output)}", soft_wrap=True)
+        if not isinstance(error, asyncio.CancelledError) and (tail := log_tail(log)):
             console.print(f"the end of {log}:\n{tail}", markup=False, highlight=False, style="dim")
         if isinstance(error, ServerFailedError | SchedulerError):
             console.print(f"the demo failed: {error}", markup=False, style="red")
@@ -235,10 +255,9 @@ async def demo(options: argparse.Namespace, console: Console) -> int:
         raise
     summary = summarise(rollout.samples, rollout.tasks)
     show(rollout, summary, console)
-    path = options.output / "trajectories.parquet"
-    written = write_trajectories(path, rollout.samples, rollout.tasks)
+    kept = keep(rollout, options.output)
     show_sample(rollout, console)
-    console.print(f"{written} trajectories: {path}", soft_wrap=True)
+    console.print(kept, soft_wrap=True)
     if is_success(rollout, len(tasks)):
         return 0
     console.print(f"not every task finished, or nothing but infrastructure failed: see {log}", style="red")

@@ -21,7 +21,6 @@ import threading
 import time
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from py_scheduler.errors import ClusterLayoutError, ConfigError, EngineUnavailab
 from py_scheduler.handlers import make_handler
 from py_scheduler.placement import PlacementPool, load_cluster_layout
 from py_scheduler.scheduler.engine import Engine
+from py_scheduler.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,14 +47,6 @@ _log = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 8.0
 """What the end takes beside drain and grace, at most: streams that are cut off, the journal, the engines' processes."""
-
-
-def version() -> str:
-    """Of the installed distribution."""
-    try:
-        return metadata.version("py-scheduler")
-    except metadata.PackageNotFoundError:
-        return "0+source"
 
 
 # Building

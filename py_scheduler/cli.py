@@ -97,7 +97,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         default=config and Path(config),
         required=not config,
         metavar="FILE",
-        help=f"the TOML file; or the variable {_CONFIG_VARIABLE}",
+        help=f"the TOML file, whose folder is searched for handlers too; or the variable {_CONFIG_VARIABLE}",
     )
     for knob in KNOBS:
         parser.add_argument(
@@ -304,7 +304,7 @@ def _fetch_model(options: argparse.Namespace) -> int:
 
 
 def _version(_options: argparse.Namespace) -> int:
-    from py_scheduler.app import version  # noqa: PLC0415 - the app is large
+    from py_scheduler.version import version  # noqa: PLC0415 - reading it is slow
 
     print(version())
     return 0

@@ -1,48 +1,115 @@
-//! The order of nodes for one shape: finds the freest node that fits without looking at those that do not.
+//! What one shape knows of the nodes: how often it fits on each, in which order they are preferred, which GPU is next.
 //!
-//! Nodes that fit the shape lie in buckets, one for each distinct amount of free room; the others are parked: in no
-//! bucket. Placing a token moves its node to the bucket one step below, known by a link; nodes of one bucket and one
-//! machine word move together.
+//! An index follows every change that tokens of its own shape make. What others change it learns from a log of nodes,
+//! when it is used next ([`ShapeIndex::catch_up`]).
 //!
-//! Invariants, once [`ShapeIndex::catch_up`] has run: `entries[i].fits` is what fits on node i and `free_tokens` their
-//! sum; node i is in exactly the bucket of its room when it fits, in none otherwise; each bucket with nodes is in
-//! `ranked` (which may hold emptied ones too, each bucket once).
+//! Invariants, once it has caught up: `entries[i]` says of node i what its fields promise, and `free` is the sum of
+//! their `fits`; node i is in exactly the bucket of its entry when the shape fits there, in none otherwise.
 
-use std::collections::{BinaryHeap, HashMap};
-use std::hash::{BuildHasherDefault, Hasher};
+#![allow(clippy::inline_always, reason = "measured: a call passes what is in registers through memory")]
 
-use crate::node::NodeState;
-use crate::node_set::{NodeSet, SpareBitmaps};
-use crate::shape::Shape;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::node::{NO_SLOT, NodeState, Phase, Tightness, lowest_slot};
+use crate::order::{Order, Step};
+use crate::shape::{GpuShape, Shape};
 use crate::token::Held;
 
-const NONE: u32 = u32::MAX;
-/// Buckets may outnumber the nodes by this factor before those that are empty are dropped.
-const BUCKETS_PER_NODE: usize = 2;
-const BUCKETS_AT_LEAST: usize = 64;
-
-/// A change to a node: an entry of the log that indexes catch up from.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Change {
-    pub(crate) node: u32,
-    /// The index that made it and has counted it already.
-    pub(crate) by: u32,
-}
-
+/// One node as the shape sees it.
 #[derive(Debug, Clone, Copy)]
 struct Entry {
+    /// Tokens that fit.
     fits: u32,
+    /// The bucket of the node's room; the node is in it when a token fits.
     bucket: u32,
+    /// For a share: the GPU that the next token gets, whatever CPU and memory say. Kept, not searched for: a GPU that
+    /// was the tightest is so all the more once a token is on it, until it is full.
+    slot: u32,
+    /// No other GPU that the share fits on is tighter than this.
+    rival: Tightness,
 }
 
-#[derive(Debug)]
-struct Bucket {
-    key: u128,
-    nodes: NodeSet,
-    /// The buckets one token of the shape below and above, once known.
-    below: u32,
-    above: u32,
-    is_ranked: bool,
+impl Entry {
+    #[inline]
+    fn of(shape: &Shape, node: &NodeState, bucket: u32) -> Self {
+        let fits = shape.fits_active(node);
+        let mut entry = Self { fits, bucket, slot: NO_SLOT, rival: Tightness::NONE };
+        if let GpuShape::Share(share) = shape.gpu {
+            entry.choose(node.tightest(share));
+        }
+        entry
+    }
+
+    #[inline]
+    fn choose(&mut self, tightest: Tightness) {
+        // The others are no tighter than the chosen one is now, and stay so while it fills up and empties again.
+        self.rival = tightest;
+        self.slot = tightest.slot();
+    }
+}
+
+/// How GPUs of a node are taken and given back. Loops over tokens are compiled once for each implementation, so that
+/// the most frequent kind of shape does not ask for every token which kind it is.
+trait Gpus: Copy {
+    /// Takes the GPUs of one token, which must fit.
+    fn take(self, entry: &mut Entry, node: &mut NodeState) -> u64;
+    /// Gives those of one token back.
+    fn give_back(self, entry: &mut Entry, node: &mut NodeState, gpus: u64);
+}
+
+/// A share of one GPU.
+#[derive(Clone, Copy)]
+struct Share(u32);
+
+impl Gpus for Share {
+    #[inline(always)]
+    fn take(self, entry: &mut Entry, node: &mut NodeState) -> u64 {
+        let slot = entry.slot;
+        let left = node.free(slot) - self.0;
+        if left < self.0 {
+            // Before the slot is written: reading several slots at once right after one was written stalls.
+            entry.choose(node.tightest_but(slot, self.0));
+        }
+        node.set_free(slot, left);
+        1 << slot
+    }
+
+    #[inline(always)]
+    fn give_back(self, entry: &mut Entry, node: &mut NodeState, gpus: u64) {
+        let slot = lowest_slot(gpus);
+        let free = node.free(slot) + self.0;
+        let here = Tightness::new(free, slot);
+        if slot == entry.slot {
+            if here > entry.rival {
+                entry.choose(here.min(node.tightest_but(slot, self.0)));
+            }
+        } else {
+            let chosen = node.tightness(entry.slot);
+            if here < chosen {
+                (entry.slot, entry.rival) = (slot, chosen);
+            } else {
+                entry.rival = entry.rival.min(here);
+            }
+        }
+        node.set_free(slot, free);
+    }
+}
+
+/// No GPU, or whole ones.
+#[derive(Clone, Copy)]
+struct NoneOrWhole(Shape);
+
+impl Gpus for NoneOrWhole {
+    fn take(self, _: &mut Entry, node: &mut NodeState) -> u64 {
+        let gpus = self.0.choose(node);
+        self.0.take_gpus(node, gpus);
+        gpus
+    }
+
+    fn give_back(self, _: &mut Entry, node: &mut NodeState, gpus: u64) {
+        self.0.return_gpus(node, gpus);
+    }
 }
 
 #[derive(Debug)]
@@ -54,39 +121,33 @@ pub(crate) struct ShapeIndex {
     pub(crate) seen: usize,
     /// Set when the log no longer leads here from what the index holds.
     pub(crate) is_stale: bool,
-    free_tokens: u64,
+    /// Tokens that fit in the pool. Written under the pool's lock only, read also without it.
+    free: Arc<AtomicU64>,
     entries: Vec<Entry>,
-    buckets: Vec<Bucket>,
-    by_key: HashMap<u128, u32, BuildHasherDefault<KeyHasher>>,
-    ranked: BinaryHeap<(u128, u32)>,
-    spare: SpareBitmaps,
+    order: Order,
 }
 
 impl ShapeIndex {
-    pub(crate) fn new(shape: Shape, serial: u32) -> Self {
-        Self {
-            shape,
-            serial,
-            seen: 0,
-            is_stale: true,
-            free_tokens: 0,
-            entries: Vec::new(),
-            buckets: Vec::new(),
-            by_key: HashMap::default(),
-            ranked: BinaryHeap::new(),
-            spare: SpareBitmaps::default(),
-        }
+    pub(crate) fn new(shape: Shape, serial: u32, free: Arc<AtomicU64>) -> Self {
+        let (entries, order) = (Vec::new(), Order::default());
+        Self { shape, serial, seen: 0, is_stale: true, free, entries, order }
     }
 
     /// Tokens of the shape that fit in the pool.
+    #[inline]
     pub(crate) fn free_tokens(&self) -> u64 {
-        self.free_tokens
+        self.free.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    fn set_free(&self, tokens: u64) {
+        self.free.store(tokens, Ordering::Relaxed);
     }
 
     /// Applies what happened to the nodes since the index was last used.
-    #[inline]
-    pub(crate) fn catch_up(&mut self, nodes: &[NodeState], log: &[Change]) {
-        if self.is_stale || self.buckets.len() > BUCKETS_PER_NODE * nodes.len() + BUCKETS_AT_LEAST {
+    #[inline(always)]
+    pub(crate) fn catch_up(&mut self, nodes: &[NodeState], log: &[u32]) {
+        if self.is_stale || self.order.is_littered(nodes.len()) {
             self.rebuild(nodes);
         } else if self.seen < log.len() {
             self.apply(nodes, &log[self.seen..]);
@@ -94,209 +155,206 @@ impl ShapeIndex {
         self.seen = log.len();
     }
 
+    #[cold]
     fn rebuild(&mut self, nodes: &[NodeState]) {
         self.is_stale = false;
-        self.free_tokens = 0;
         self.entries.clear();
-        self.buckets.clear();
-        self.by_key.clear();
-        self.ranked.clear();
-        self.spare = SpareBitmaps::for_nodes(nodes.len());
-        for (position, node) in nodes.iter().enumerate() {
-            let fits = self.shape.fits_active(node);
-            self.free_tokens += u64::from(fits);
-            let mut bucket = NONE;
-            if fits > 0 {
-                bucket = self.bucket_of(node.room.key());
-                self.add(bucket, position as u32 / 64, 1 << (position % 64));
-            }
-            self.entries.push(Entry { fits, bucket });
+        self.order = Order::new(self.shape.key_step(), nodes.len());
+        let mut free = 0;
+        for (node, position) in nodes.iter().zip(0_u32..) {
+            let bucket = self.order.bucket_of(node.room.key());
+            let entry = Entry::of(&self.shape, node, bucket);
+            free += u64::from(entry.fits);
+            let arriving = u64::from(entry.fits > 0) << (position % 64);
+            self.order.make(Step { to: bucket, word: position / 64, arriving, ..Step::NOBODY });
+            self.entries.push(entry);
         }
+        self.set_free(free);
     }
 
-    fn apply(&mut self, nodes: &[NodeState], changes: &[Change]) {
-        let mut run = Run::default();
-        for change in changes {
-            let position = change.node as usize;
-            let node = &nodes[position];
-            let entry = &mut self.entries[position];
-            if change.by != self.serial {
-                let fits = self.shape.fits_active(node);
-                self.free_tokens = self.free_tokens + u64::from(fits) - u64::from(entry.fits);
-                entry.fits = fits;
-            }
-            let (from, fits) = (entry.bucket, entry.fits);
-            let to = if fits > 0 { self.neighbour_of(from, node.room.key()) } else { NONE };
-            if from == to {
+    fn apply(&mut self, nodes: &[NodeState], changed: &[u32]) {
+        let mut free = self.free_tokens();
+        for &position in changed {
+            let node = &nodes[position as usize];
+            let before = self.entries[position as usize];
+            let bucket = self.order.bucket_near(before.bucket, node.room.key());
+            let entry = Entry::of(&self.shape, node, bucket);
+            self.entries[position as usize] = entry;
+            free = free + u64::from(entry.fits) - u64::from(before.fits);
+            if before.bucket == bucket && (before.fits > 0) == (entry.fits > 0) {
                 continue;
             }
-            self.entries[position].bucket = to;
-            let (word, bit) = (change.node / 64, 1 << (change.node % 64));
-            if !run.joins(from, to, word) {
-                self.flush(run);
-                run = Run { from, to, word, mask: 0 };
-            }
-            run.mask |= bit;
+            let bit = |is_in: bool| u64::from(is_in) << (position % 64);
+            let (leaving, arriving) = (bit(before.fits > 0), bit(entry.fits > 0));
+            self.order.make(Step { from: before.bucket, to: bucket, word: position / 64, leaving, arriving });
         }
-        self.flush(run);
+        self.set_free(free);
     }
 
-    #[inline]
-    fn flush(&mut self, run: Run) {
-        if run.mask == 0 {
-            return;
-        }
-        if run.from != NONE {
-            self.buckets[run.from as usize].nodes.remove(run.word, run.mask, &mut self.spare);
-        }
-        if run.to != NONE {
-            self.add(run.to, run.word, run.mask);
-        }
-    }
-
-    /// Counts one token of this shape as given back on a node; the node's bucket follows by way of the log.
-    #[inline]
-    pub(crate) fn count_returned(&mut self, node: u32) {
-        if !self.is_stale {
-            self.entries[node as usize].fits += 1;
-            self.free_tokens += 1;
-        }
-    }
-
-    /// Takes `count` tokens, which must be at most [`Self::free_tokens`].
-    pub(crate) fn take(&mut self, nodes: &mut [NodeState], count: usize, mut out: impl FnMut(Held)) {
-        self.free_tokens -= count as u64;
-        let shape = self.shape;
-        let mut left = count;
-        while left > 0 {
-            let Some(top) = self.freest() else {
-                debug_assert!(false, "{left} tokens were counted that are not there");
+    /// Takes a token for each place in `out`, of which there are at most [`Self::free_tokens`].
+    pub(crate) fn take(&mut self, nodes: &mut [NodeState], out: &mut [Held]) {
+        self.set_free(self.free_tokens() - out.len() as u64);
+        let mut left = out;
+        while !left.is_empty() {
+            let Some((from, word, mask)) = self.order.freest() else {
+                debug_assert!(false, "{} tokens were counted that are not there", left.len());
                 return;
             };
-            let Some((word, mask)) = self.buckets[top as usize].nodes.lowest_word() else { return };
-            let below = self.below(top);
-            let (mut rest, mut kept) = (mask, 0);
-            while rest != 0 && left > 0 {
-                let bit = rest & rest.wrapping_neg();
-                let position = word * 64 + rest.trailing_zeros();
-                rest ^= bit;
-                let node = &mut nodes[position as usize];
-                let gpus = shape.place(node);
-                out(Held { node: position, info: node.info, gpus });
-                let entry = &mut self.entries[position as usize];
-                entry.fits -= 1;
-                let fits_again = entry.fits > 0;
-                entry.bucket = if fits_again { below } else { NONE };
-                kept |= if fits_again { bit } else { 0 };
-                left -= 1;
-            }
-            self.buckets[top as usize].nodes.remove(word, mask ^ rest, &mut self.spare);
-            if kept != 0 {
-                self.add(below, word, kept);
-            }
+            let to = self.order.below(from);
+            let (taken, rest) = left.split_at_mut(left.len().min(mask.count_ones() as usize));
+            let first = word as usize * 64;
+            let (nodes, entries) = (&mut nodes[first..], &mut self.entries[first..]);
+            let (unused, arriving) = match self.shape.gpu {
+                GpuShape::Share(share) => {
+                    take_run(Share(share), self.shape, (nodes, entries), mask, to, word, taken)
+                }
+                _ => take_run(NoneOrWhole(self.shape), self.shape, (nodes, entries), mask, to, word, taken),
+            };
+            self.order.make(Step { from, to, word, leaving: mask ^ unused, arriving });
+            left = rest;
         }
     }
 
-    /// The bucket with nodes that has the most room.
-    #[inline]
-    fn freest(&mut self) -> Option<u32> {
-        loop {
-            let &(_, bucket) = self.ranked.peek()?;
-            if !self.buckets[bucket as usize].nodes.is_empty() {
-                return Some(bucket);
+    /// Takes one token, which must fit. On its own, since the loops of [`Self::take`] need so many registers that a
+    /// single token would pay more for them than for being placed.
+    #[inline(never)]
+    pub(crate) fn take_one(&mut self, nodes: &mut [NodeState]) -> Option<Held> {
+        let (from, word, mask) = self.order.freest()?;
+        let to = self.order.below(from);
+        let bit = mask & mask.wrapping_neg();
+        let position = word * 64 + mask.trailing_zeros();
+        let (node, entry) = (&mut nodes[position as usize], &mut self.entries[position as usize]);
+        let gpus = match self.shape.gpu {
+            GpuShape::Share(share) => Share(share).take(entry, node),
+            _ => NoneOrWhole(self.shape).take(entry, node),
+        };
+        self.shape.take_rest(node);
+        entry.fits -= 1;
+        entry.bucket = to;
+        let arriving = if entry.fits > 0 { bit } else { 0 };
+        let info = node.info;
+        self.order.make(Step { from, to, word, leaving: bit, arriving });
+        self.set_free(self.free_tokens() - 1);
+        Some(Held::new(position, info, gpus))
+    }
+
+    /// Gives one token of the shape back, while the index is caught up. Whether a leaving node is empty now.
+    #[inline(never)]
+    pub(crate) fn give_one_back(&mut self, nodes: &mut [NodeState], token: Held) -> bool {
+        let position = token.node();
+        let (node, entry) = (&mut nodes[position as usize], &mut self.entries[position as usize]);
+        match self.shape.gpu {
+            GpuShape::Share(share) => Share(share).give_back(entry, node, token.gpus),
+            _ => NoneOrWhole(self.shape).give_back(entry, node, token.gpus),
+        }
+        self.shape.return_rest(node);
+        if node.phase != Phase::Active {
+            return node.is_left();
+        }
+        let (from, arriving) = (entry.bucket, 1 << (position % 64));
+        let to = self.order.above(from);
+        let leaving = if entry.fits > 0 { arriving } else { 0 };
+        entry.fits += 1;
+        entry.bucket = to;
+        self.order.make(Step { from, to, word: position / 64, leaving, arriving });
+        self.set_free(self.free_tokens() + 1);
+        false
+    }
+
+    /// Gives tokens of the shape back, while the index is caught up. Whether a leaving node is empty now.
+    pub(crate) fn give_back(&mut self, nodes: &mut [NodeState], tokens: &[Held]) -> bool {
+        let all_active = match self.shape.gpu {
+            GpuShape::Share(share) => return_all(Share(share), self.shape, nodes, &mut self.entries, tokens),
+            _ => return_all(NoneOrWhole(self.shape), self.shape, nodes, &mut self.entries, tokens),
+        };
+        if all_active {
+            self.count_returned(tokens);
+            return false;
+        }
+        self.count_active(nodes, tokens)
+    }
+
+    /// Moves nodes of tokens that came back a step up, those of one word and one bucket together.
+    #[inline(never)]
+    fn count_returned(&mut self, tokens: &[Held]) {
+        let entries = &mut self.entries[..];
+        let mut rest = tokens;
+        while let Some(first) = rest.first() {
+            let (word, from) = (first.node() / 64, entries[first.node() as usize].bucket);
+            let to = self.order.above(from);
+            let (mut leaving, mut arriving) = (0, 0);
+            while let Some((token, others)) = rest.split_first() {
+                let entry = &mut entries[token.node() as usize];
+                if entry.bucket != from || token.node() / 64 != word {
+                    break;
+                }
+                let bit = token.node() % 64;
+                leaving |= u64::from(entry.fits > 0) << bit;
+                arriving |= 1 << bit;
+                entry.fits += 1;
+                entry.bucket = to;
+                rest = others;
             }
-            self.buckets[bucket as usize].is_ranked = false;
-            self.ranked.pop();
+            self.order.make(Step { from, to, word, leaving, arriving });
         }
+        self.set_free(self.free_tokens() + tokens.len() as u64);
     }
 
-    #[inline]
-    fn add(&mut self, bucket: u32, word: u32, mask: u64) {
-        let target = &mut self.buckets[bucket as usize];
-        target.nodes.insert(word, mask, &mut self.spare);
-        if !target.is_ranked {
-            target.is_ranked = true;
-            self.ranked.push((target.key, bucket));
-        }
-    }
-
-    fn below(&mut self, bucket: u32) -> u32 {
-        let here = &self.buckets[bucket as usize];
-        if here.below != NONE {
-            return here.below;
-        }
-        let below = self.bucket_of(here.key - self.shape.key_step());
-        self.buckets[bucket as usize].below = below;
-        self.buckets[below as usize].above = bucket;
-        below
-    }
-
-    /// The bucket of a key, which is likely the given bucket or the one above it.
-    #[inline]
-    fn neighbour_of(&mut self, bucket: u32, key: u128) -> u32 {
-        if let Some(here) = self.buckets.get(bucket as usize) {
-            if here.key == key {
-                return bucket;
-            }
-            if let Some(above) = self.buckets.get(here.above as usize)
-                && above.key == key
-            {
-                return here.above;
-            }
-        }
-        self.bucket_of(key)
-    }
-
-    fn bucket_of(&mut self, key: u128) -> u32 {
-        let buckets = &mut self.buckets;
-        *self.by_key.entry(key).or_insert_with(|| {
-            buckets.push(Bucket {
-                key,
-                nodes: NodeSet::default(),
-                below: NONE,
-                above: NONE,
-                is_ranked: false,
-            });
-            buckets.len() as u32 - 1
-        })
+    /// As [`Self::count_returned`], of the tokens whose nodes take new ones. Whether a leaving node is empty now.
+    #[cold]
+    fn count_active(&mut self, nodes: &[NodeState], tokens: &[Held]) -> bool {
+        let node = |token: &Held| &nodes[token.node() as usize];
+        let is_active = |token: &&Held| node(token).phase == Phase::Active;
+        let active: Vec<Held> = tokens.iter().filter(is_active).copied().collect();
+        self.count_returned(&active);
+        tokens.iter().any(|token| node(token).is_left())
     }
 }
 
-/// Nodes of one word that move between the same two buckets.
-#[derive(Clone, Copy, Default)]
-struct Run {
-    from: u32,
+/// Takes one token off each of the lowest nodes of a word's `mask`, as many as `out` has places. Nodes of one bucket
+/// take turns: once a token is on one, the others are freer. What is left of the mask, and the nodes on which another
+/// token fits. Nodes and entries are those from the word's first on.
+#[inline(never)]
+fn take_run(
+    kind: impl Gpus,
+    shape: Shape,
+    (nodes, entries): (&mut [NodeState], &mut [Entry]),
+    mask: u64,
     to: u32,
     word: u32,
-    mask: u64,
+    out: &mut [Held],
+) -> (u64, u64) {
+    let (mut rest, mut arriving) = (mask, 0);
+    for held in out {
+        let bit = rest.trailing_zeros();
+        rest &= rest.wrapping_sub(1);
+        let (node, entry) = (&mut nodes[bit as usize], &mut entries[bit as usize]);
+        let gpus = kind.take(entry, node);
+        shape.take_rest(node);
+        entry.fits -= 1;
+        entry.bucket = to;
+        arriving |= u64::from(entry.fits > 0) << bit;
+        *held = Held::new(word * 64 + bit, node.info, gpus);
+    }
+    (rest, arriving)
 }
 
-impl Run {
-    #[inline]
-    fn joins(self, from: u32, to: u32, word: u32) -> bool {
-        self.mask != 0 && (self.from, self.to, self.word) == (from, to, word)
+/// Gives nodes back what tokens took. Whether all of these nodes take new ones.
+#[inline(never)]
+fn return_all(
+    kind: impl Gpus,
+    shape: Shape,
+    nodes: &mut [NodeState],
+    entries: &mut [Entry],
+    tokens: &[Held],
+) -> bool {
+    let mut all_active = true;
+    for token in tokens {
+        let at = token.node() as usize;
+        let (node, entry) = (&mut nodes[at], &mut entries[at]);
+        kind.give_back(entry, node, token.gpus);
+        shape.return_rest(node);
+        all_active &= node.phase == Phase::Active;
     }
-}
-
-/// Mixes a room's key; nobody outside chooses keys to collide, beyond what the amounts of real nodes allow.
-#[derive(Default)]
-struct KeyHasher(u64);
-
-impl Hasher for KeyHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.write_u128(u128::from(byte));
-        }
-    }
-
-    fn write_u128(&mut self, key: u128) {
-        const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
-        let folded = (key as u64) ^ ((key >> 64) as u64).rotate_left(32).wrapping_mul(ODD);
-        let mixed = (self.0 ^ folded).wrapping_mul(ODD);
-        self.0 = mixed ^ mixed >> 29;
-    }
+    all_active
 }

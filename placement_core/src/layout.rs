@@ -4,7 +4,8 @@
 //! was read belongs to the version it was read from.
 
 use std::collections::HashMap;
-use std::sync::{PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::node::Supply;
 use crate::shape::Shape;
@@ -58,5 +59,25 @@ impl Layout {
             return if self.supplies.is_empty() { 0 } else { UNLIMITED_TOKENS };
         }
         self.supplies.iter().map(|(&supply, nodes)| u64::from(shape.fits_empty(supply).all()) * nodes).sum()
+    }
+}
+
+/// How many tokens of each shape in use fit now, for readers that find the pool's lock taken.
+#[derive(Debug, Default)]
+pub(crate) struct FreeCounts(RwLock<HashMap<Shape, Arc<AtomicU64>>>);
+
+impl FreeCounts {
+    /// The count that was last known, of a shape that is in use.
+    pub(crate) fn get(&self, shape: Shape) -> Option<u64> {
+        let counts = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        counts.get(&shape).map(|free| free.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn insert(&self, shape: Shape, free: Arc<AtomicU64>) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).insert(shape, free);
+    }
+
+    pub(crate) fn remove(&self, shape: Shape) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).remove(&shape);
     }
 }

@@ -1,7 +1,7 @@
 //! Nodes: how they are described, what is free on them, and how a list of them is checked.
 //!
-//! Invariants of [`NodeState`]: `room.gpu` is the sum of `slots`; a slot is at most [`WHOLE_GPU_MICRO`]; slots past
-//! `slot_count` are 0, so that nothing ever fits there; free never exceeds the supply the node was made with.
+//! Invariants of [`NodeState`]: `room.gpu_micro` is the sum of the slots; a slot has at most [`WHOLE_GPU_MICRO`] free; slots
+//! past `slot_count` have 0, so that nothing ever fits there; free never exceeds the supply the node was made with.
 
 use std::collections::HashSet;
 
@@ -198,14 +198,30 @@ impl NodeState {
         self.near.iter().chain(far).take(usize::from(self.slot_count)).copied()
     }
 
-    /// The slot with the least free share that still holds `share`; of equals the lowest.
-    #[inline]
-    pub(crate) fn best_fit(&self, share: u32) -> Option<u32> {
-        let mut best = tightest(&self.near, share, 0);
+    /// The slot that best fit prefers of those that hold `share`: [`Tightness::NONE`] if none does.
+    pub(crate) fn tightest(&self, share: u32) -> Tightness {
+        self.tightest_but(NO_SLOT, share)
+    }
+
+    /// The same, one slot left out.
+    #[inline(never)]
+    pub(crate) fn tightest_but(&self, left_out: u32, share: u32) -> Tightness {
+        let mut least = least_surplus(&self.near, share, 0, left_out);
         if let Some(far) = &self.far {
-            best = best.min(tightest(&far[..], share, NEAR_SLOTS as u32));
+            least = least.min(least_surplus(&far[..], share, NEAR_SLOTS as u32, left_out));
         }
-        (best < TOO_SMALL).then_some(best & SLOT_MASK)
+        // A surplus is below 2^20, so that of a slot that fits stays below this; a negative one wraps to above it.
+        if least < 1 << (20 + Tightness::SLOT_BITS) {
+            Tightness(least + (share << Tightness::SLOT_BITS))
+        } else {
+            Tightness::NONE
+        }
+    }
+
+    /// How tight one slot is.
+    #[inline]
+    pub(crate) fn tightness(&self, slot: u32) -> Tightness {
+        if slot == NO_SLOT { Tightness::NONE } else { Tightness::new(self.free(slot), slot) }
     }
 
     /// The `count` lowest slots that are entirely free, as a mask.
@@ -234,24 +250,68 @@ impl NodeState {
     }
 
     /// Free micro-GPU of one slot; 0 for a slot that is none.
-    pub(crate) fn slot(&self, slot: usize) -> u32 {
-        self.slots().nth(slot).unwrap_or(0)
+    #[inline]
+    pub(crate) fn free(&self, slot: u32) -> u32 {
+        let slot = slot as usize;
+        if slot < NEAR_SLOTS {
+            return self.near[slot];
+        }
+        self.far.as_deref().and_then(|far| far.get(slot - NEAR_SLOTS)).copied().unwrap_or(0)
+    }
+
+    #[inline]
+    pub(crate) fn set_free(&mut self, slot: u32, free: u32) {
+        if let Some(place) = self.slot_mut(slot) {
+            *place = free;
+        }
+    }
+
+    /// Whether the node was only waiting for its last token.
+    pub(crate) fn is_left(&self) -> bool {
+        self.phase == Phase::Leaving && self.tokens == 0
     }
 }
 
-const SLOT_BITS: u32 = 6;
-const SLOT_MASK: u32 = (1 << SLOT_BITS) - 1;
-// A slot's surplus is below 2^20, so a fitting one stays below this; a negative surplus wraps to above it.
-const TOO_SMALL: u32 = 1 << (20 + SLOT_BITS);
-
-/// Least (surplus, slot) of a run of slots as one number, so that the search has no branch.
+/// The lowest slot of a mask of slots.
 #[inline]
-fn tightest(slots: &[u32], share: u32, first_slot: u32) -> u32 {
-    let mut best = u32::MAX;
-    for (slot, &free) in (first_slot..).zip(slots) {
-        best = best.min(free.wrapping_sub(share) << SLOT_BITS | slot);
+pub(crate) fn lowest_slot(gpus: u64) -> u32 {
+    // Never 0 for the compiler, which then needs no care for it; the topmost slot is the lowest when it is the only one.
+    (gpus | 1 << (MAX_GPUS_PER_NODE - 1)).trailing_zeros()
+}
+
+/// Stands for no slot.
+pub(crate) const NO_SLOT: u32 = MAX_GPUS_PER_NODE as u32;
+
+/// A slot in the order of best fit, as one number: the less is free the better, of equals the lower.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Tightness(u32);
+
+impl Tightness {
+    const SLOT_BITS: u32 = MAX_GPUS_PER_NODE.ilog2();
+    /// No slot: worse than any.
+    pub(crate) const NONE: Self = Self(u32::MAX);
+
+    #[inline]
+    pub(crate) const fn new(free: u32, slot: u32) -> Self {
+        // At most 10^6 is free, which leaves room for the slot.
+        Self(free << Self::SLOT_BITS | slot)
     }
-    best
+
+    #[inline]
+    pub(crate) const fn slot(self) -> u32 {
+        if self.0 == Self::NONE.0 { NO_SLOT } else { self.0 % (1 << Self::SLOT_BITS) }
+    }
+}
+
+/// Least (surplus over the share, slot) of a run of slots as one number, so that the search has no branch.
+#[inline]
+fn least_surplus(slots: &[u32], share: u32, first_slot: u32, left_out: u32) -> u32 {
+    let mut least = u32::MAX;
+    for (slot, &free) in (first_slot..).zip(slots) {
+        let here = free.wrapping_sub(share) << Tightness::SLOT_BITS | slot;
+        least = least.min(if slot == left_out { u32::MAX } else { here });
+    }
+    least
 }
 
 #[cfg(test)]
@@ -265,15 +325,19 @@ mod tests {
 
     #[test]
     fn best_fit_prefers_the_tightest_then_the_lowest() {
+        let best_fit = |node: &NodeState, share| node.tightest(share).slot();
         let supply = Supply { gpus: 12, cpu_milli: 0, memory_mib: 0 };
         let mut node = NodeState::empty(supply, 0, Phase::Active);
-        assert_eq!(node.best_fit(1), Some(0));
+        assert_eq!(best_fit(&node, 1), 0);
         *node.slot_mut(10).unwrap() = 400_000;
         *node.slot_mut(11).unwrap() = 400_000;
         *node.slot_mut(3).unwrap() = 300_000;
-        assert_eq!(node.best_fit(300_001), Some(10));
-        assert_eq!(node.best_fit(300_000), Some(3));
-        assert_eq!(node.best_fit(400_001), Some(0));
+        assert_eq!(best_fit(&node, 300_001), 10);
+        assert_eq!(best_fit(&node, 300_000), 3);
+        assert_eq!(best_fit(&node, 400_001), 0);
+        assert_eq!(best_fit(&node, WHOLE_GPU_MICRO + 1), NO_SLOT);
+        assert_eq!(node.tightest(300_001), node.tightness(10));
+        assert_eq!(node.tightest_but(10, 300_001), node.tightness(11));
         assert_eq!(node.lowest_whole(4), Some(0b1_0111));
         assert_eq!(node.lowest_whole(10), None);
     }

@@ -1,9 +1,16 @@
 //! A set of node positions that gives up its lowest members a machine word at a time.
 //!
-//! Invariants: a bit of `summary` is set exactly when its word of `words` is not 0, likewise `top` over `summary`;
-//! sets of up to [`FEW`] members hold no bitmap; a bitmap in the spare store is all zero.
+//! A word is 64 neighbouring positions. The lowest one with members is at hand; that alone is what most calls need. The
+//! other words are a short list, or, of sets that lie within many words, a bitmap with two summaries above it.
+//!
+//! Invariants: `mask` is 0 only when the set is empty; `others[..len]` ascends, is above `word` and has no empty mask; a
+//! set with a bitmap has no list; a bit of `summary` is set exactly when its word of `words` is not 0, likewise `top` over
+//! `summary`; a bitmap in the spare store is all zero.
 
-const FEW: usize = 6;
+const FEW: usize = 3;
+/// Members at which a bitmap becomes a list again: less than what makes one, so that one member going to and fro does
+/// not convert each time.
+const MEMBERS_OF_A_LIST: u32 = 2;
 const WORD_BITS: u32 = u64::BITS;
 
 /// Bitmaps that are not in use, all zero, and how large to make a new one.
@@ -82,91 +89,109 @@ impl Bitmap {
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct NodeSet {
-    /// Ascending in `few[..len]`, while there is no bitmap.
-    few: [u32; FEW],
-    len: u8,
+    /// The lowest word and its members.
+    mask: u64,
+    word: u32,
+    len: u32,
+    others: [(u32, u64); FEW],
     many: Option<Box<Bitmap>>,
 }
 
 impl NodeSet {
+    /// The lowest word with members, as its number and its members; no members if there are none.
     #[inline]
-    pub(crate) fn is_empty(&self) -> bool {
-        // A bitmap is given back as soon as few members are left.
-        self.len == 0 && self.many.is_none()
-    }
-
-    /// The lowest word with members, as its number and its members.
-    #[inline]
-    pub(crate) fn lowest_word(&self) -> Option<(u32, u64)> {
-        if let Some(bitmap) = &self.many {
-            return bitmap.lowest_word();
-        }
-        let members = &self.few[..usize::from(self.len)];
-        let word = members.first()? / WORD_BITS;
-        let of_word = members.iter().take_while(|&&node| node / WORD_BITS == word);
-        Some((word, of_word.fold(0, |mask, node| mask | 1 << (node % WORD_BITS))))
+    pub(crate) fn lowest_word(&self) -> (u32, u64) {
+        (self.word, self.mask)
     }
 
     /// Adds members that are not in the set.
     #[inline]
     pub(crate) fn insert(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
-        if let Some(bitmap) = &mut self.many {
-            bitmap.insert(word, mask);
-        } else if usize::from(self.len) + mask.count_ones() as usize <= FEW {
-            self.insert_few(word, mask);
+        if self.mask == 0 {
+            (self.word, self.mask) = (word, mask);
+        } else if self.word == word {
+            self.mask |= mask;
+        } else if self.word < word {
+            self.insert_other(word, mask, spare);
         } else {
-            let mut bitmap = spare.take();
-            for &node in &self.few[..usize::from(self.len)] {
-                bitmap.insert(node / WORD_BITS, 1 << (node % WORD_BITS));
-            }
-            bitmap.insert(word, mask);
-            self.len = 0;
-            self.many = Some(bitmap);
+            let (lowest, members) = (self.word, self.mask);
+            (self.word, self.mask) = (word, mask);
+            self.insert_other(lowest, members, spare);
         }
     }
 
     /// Removes members that are in the set.
     #[inline]
     pub(crate) fn remove(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
-        let Some(bitmap) = &mut self.many else {
-            return self.remove_few(word, mask);
-        };
-        bitmap.remove(word, mask);
-        // Well below what makes a bitmap, so that one member going to and fro does not convert each time.
-        if bitmap.count <= FEW as u32 / 3 {
-            self.shrink(spare);
-        }
-    }
-
-    fn insert_few(&mut self, word: u32, mask: u64) {
-        let mut rest = mask;
-        while rest != 0 {
-            let node = word * WORD_BITS + rest.trailing_zeros();
-            let len = usize::from(self.len);
-            let at = self.few[..len].partition_point(|&member| member < node);
-            self.few.copy_within(at..len, at + 1);
-            self.few[at] = node;
-            self.len += 1;
-            rest &= rest - 1;
-        }
-    }
-
-    fn remove_few(&mut self, word: u32, mask: u64) {
-        let mut kept = 0;
-        for at in 0..usize::from(self.len) {
-            let node = self.few[at];
-            if node / WORD_BITS != word || mask & 1 << (node % WORD_BITS) == 0 {
-                self.few[kept] = node;
-                kept += 1;
+        if self.word == word {
+            self.mask &= !mask;
+            if self.mask == 0 {
+                self.advance(spare);
             }
+        } else {
+            self.remove_other(word, mask, spare);
         }
-        self.len = kept as u8;
+    }
+
+    /// Makes the lowest of the others the lowest word.
+    #[inline(never)]
+    fn advance(&mut self, spare: &mut SpareBitmaps) {
+        let next = match &self.many {
+            Some(bitmap) => bitmap.lowest_word(),
+            None => (self.len > 0).then_some(self.others[0]),
+        };
+        if let Some((word, mask)) = next {
+            (self.word, self.mask) = (word, mask);
+            self.remove_other(word, mask, spare);
+        }
+    }
+
+    #[inline(never)]
+    fn insert_other(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
+        if let Some(bitmap) = &mut self.many {
+            return bitmap.insert(word, mask);
+        }
+        let len = self.len as usize;
+        let at = self.others[..len].partition_point(|other| other.0 < word);
+        if at < len && self.others[at].0 == word {
+            self.others[at].1 |= mask;
+        } else if len < FEW {
+            self.others.copy_within(at..len, at + 1);
+            self.others[at] = (word, mask);
+            self.len += 1;
+        } else {
+            let mut bitmap = spare.take();
+            for &(word, mask) in self.others.iter().chain([&(word, mask)]) {
+                bitmap.insert(word, mask);
+            }
+            self.len = 0;
+            self.many = Some(bitmap);
+        }
+    }
+
+    #[inline(never)]
+    fn remove_other(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
+        if let Some(bitmap) = &mut self.many {
+            bitmap.remove(word, mask);
+            if bitmap.count <= MEMBERS_OF_A_LIST {
+                self.shrink(spare);
+            }
+            return;
+        }
+        let len = self.len as usize;
+        let Some(at) = self.others[..len].iter().position(|other| other.0 == word) else { return };
+        self.others[at].1 &= !mask;
+        if self.others[at].1 == 0 {
+            self.others.copy_within(at + 1..len, at);
+            self.len -= 1;
+        }
     }
 
     fn shrink(&mut self, spare: &mut SpareBitmaps) {
         let Some(mut bitmap) = self.many.take() else { return };
         while let Some((word, mask)) = bitmap.lowest_word() {
-            self.insert_few(word, mask);
+            self.others[self.len as usize] = (word, mask);
+            self.len += 1;
             bitmap.remove(word, mask);
         }
         spare.zeroed.push(bitmap);
@@ -207,9 +232,9 @@ mod tests {
                 plain.remove(&node);
                 set.remove(word, mask, &mut spare);
             }
-            let lowest = set.lowest_word().map(|(word, mask)| word * 64 + mask.trailing_zeros());
+            let (word, mask) = set.lowest_word();
+            let lowest = (mask != 0).then(|| word * 64 + mask.trailing_zeros());
             assert_eq!(lowest, plain.first().copied());
-            assert_eq!(set.is_empty(), plain.is_empty());
         }
     }
 }

@@ -2,14 +2,15 @@
 //!
 //! Invariants: a token is free or in exactly one lease; a batch gets all its tokens under one lock or none; free amounts
 //! are never negative and equal the supply when no lease is left; `releases` rises with each call that may have made
-//! room, while the lock is held. Lock order: state, then infos or layout.
+//! room, while the lock is held. Lock order: state, then one of infos, layout, counts and gate.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::error::{PlacementError, Result};
 use crate::explain::{Explanation, NodeUsage, explain_nodes, usage_of};
-use crate::layout::{Layout, UNLIMITED_TOKENS};
+use crate::handle::Handle;
+use crate::layout::{FreeCounts, Layout, UNLIMITED_TOKENS};
 use crate::node::{NodeInfo, NodeSpec, Phase, Supply, check_nodes};
 use crate::resource::{Budget, Demand, GpuDemand};
 use crate::shape::Shape;
@@ -19,21 +20,23 @@ use crate::token::{Held, Lease, Placement, Tokens};
 /// Tokens that one lease can hold.
 pub const MAX_LEASE_TOKENS: u64 = 1 << 24;
 
+/// Every handle of a pool, those of its leases included, leads to the same open part and to one [`State`].
+pub(crate) type Shared = Handle<Open, State>;
+
+/// What is read without the pool's lock.
 #[derive(Debug)]
-pub(crate) struct Shared {
-    state: Mutex<State>,
+pub(crate) struct Open {
     infos: RwLock<Vec<Arc<NodeInfo>>>,
     layout: RwLock<Arc<Layout>>,
+    counts: Arc<FreeCounts>,
+    /// Written under the pool's lock only.
     releases: AtomicU64,
-    waiters: AtomicUsize,
+    /// What waiters sleep on; held for no longer than it takes to look at `releases`.
+    gate: Mutex<()>,
     released: Condvar,
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
+impl Open {
     pub(crate) fn infos(&self) -> RwLockReadGuard<'_, Vec<Arc<NodeInfo>>> {
         self.infos.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -51,20 +54,26 @@ impl Shared {
         *layout = Arc::new(layout.next(supply, is_added));
     }
 
-    pub(crate) fn give_back(&self, shape: Shape, by: u32, tokens: &[Held]) {
-        let mut state = self.state();
-        state.give_back(shape, by, tokens);
-        self.announce(state);
+    fn gate(&self) -> MutexGuard<'_, ()> {
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says that there may be more room, and lets go of the lock.
-    fn announce(&self, state: MutexGuard<'_, State>) {
-        self.releases.fetch_add(1, Ordering::Release);
-        drop(state);
-        // Waking costs a system call even if nobody waits.
-        if self.waiters.load(Ordering::Acquire) > 0 {
-            self.released.notify_all();
+    /// Says that there may be more room. The caller holds the pool's lock.
+    #[inline]
+    pub(crate) fn announce(&self, state: &mut State) {
+        // Only who holds the lock writes, so this needs no atomic addition.
+        state.releases += 1;
+        self.releases.store(state.releases, Ordering::Release);
+        if state.waiters > 0 {
+            self.wake();
         }
+    }
+
+    /// Wakes those who wait. Whoever has registered but does not sleep yet will see the new version.
+    #[cold]
+    fn wake(&self) {
+        drop(self.gate());
+        self.released.notify_all();
     }
 }
 
@@ -87,9 +96,15 @@ impl Shared {
 /// assert_eq!(pool.free_tokens_for(&sample), 6);
 /// # Ok::<(), placement_core::PlacementError>(())
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Pool {
-    shared: Arc<Shared>,
+    shared: Shared,
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("nodes", &self.nodes().len()).finish_non_exhaustive()
+    }
 }
 
 impl Pool {
@@ -109,15 +124,15 @@ impl Pool {
             state.add(Arc::new(NodeInfo::of(spec)), Supply::of(spec), &mut infos);
         }
         let layout = Layout::new(0, specs.iter().map(Supply::of));
-        let shared = Shared {
-            state: Mutex::new(state),
+        let open = Open {
             infos: RwLock::new(infos),
             layout: RwLock::new(Arc::new(layout)),
+            counts: Arc::clone(&state.counts),
             releases: AtomicU64::new(0),
-            waiters: AtomicUsize::new(0),
+            gate: Mutex::new(()),
             released: Condvar::new(),
         };
-        Ok(Self { shared: Arc::new(shared) })
+        Ok(Self { shared: Shared::new(open, state) })
     }
 
     /// Takes room for min(`max_tokens`, what of `per_sample` fits in `budget`) samples: for all of them, or `None`
@@ -151,11 +166,13 @@ impl Pool {
         }
         let Some(shape) = Shape::of(per_sample) else { return Ok(None) };
         let count = count as usize;
-        let mut state = self.shared.state();
+        let mut state = self.shared.lock();
         let taken =
             if shape.is_nothing() { state.acquire_nothing(count) } else { state.acquire(shape, count) };
+        let Some((by, tokens)) = taken else { return Ok(None) };
+        let owner = state.another_handle();
         drop(state);
-        Ok(taken.map(|(by, tokens)| Lease::new(Arc::clone(&self.shared), *per_sample, shape, by, tokens)))
+        Ok(Some(Lease::new(owner, per_sample, shape, by, tokens)))
     }
 
     /// Takes room that is already in use, as [`Lease::placements`] recorded it, on draining nodes too: all or none.
@@ -172,7 +189,7 @@ impl Pool {
             Err(PlacementError::CannotAdopt { index, reason: reason.to_string() })
         };
         let Some(shape) = Shape::of(per_sample) else { return cannot(0, "no node can hold its demand") };
-        let mut state = self.shared.state();
+        let mut state = self.shared.lock();
         let mut tokens = Vec::with_capacity(placements.len());
         for (index, placement) in placements.iter().enumerate() {
             match locate(&state, per_sample, placement) {
@@ -184,8 +201,9 @@ impl Pool {
             return cannot(index, "its room is taken");
         }
         state.acquire_here(shape, &tokens);
+        let owner = state.another_handle();
         drop(state);
-        Ok(Lease::new(Arc::clone(&self.shared), *per_sample, shape, NO_INDEX, Tokens::Many(tokens)))
+        Ok(Lease::new(owner, per_sample, shape, NO_INDEX, Tokens::Many(tokens)))
     }
 
     /// Tokens of this demand that the pool holds when empty, nodes that take none left out: exactly what placing one
@@ -196,27 +214,32 @@ impl Pool {
         Shape::of(per_sample).map_or(0, |shape| self.shared.layout().capacity(shape))
     }
 
-    /// Tokens of this demand that fit now.
+    /// Tokens of this demand that fit now. Never waits for an acquire or a release: while one is under way in another
+    /// thread, this is what was counted before it, or when the demand was last used. Only the first call for a demand
+    /// that is not [in use](crate#cost) may wait.
     #[must_use]
     pub fn free_tokens_for(&self, per_sample: &Demand) -> u64 {
         let Some(shape) = Shape::of(per_sample) else { return 0 };
         if shape.is_nothing() {
             return self.max_tokens_for(per_sample).min(UNLIMITED_TOKENS);
         }
-        self.shared.state().free_tokens(shape)
+        if let Some(mut state) = self.shared.try_lock() {
+            return state.free_tokens(shape);
+        }
+        self.shared.counts.get(shape).unwrap_or_else(|| self.shared.lock().free_tokens(shape))
     }
 
     /// Why `count` tokens of this demand fit or do not: per node, how many fit and what is short.
     #[must_use]
     pub fn explain(&self, per_sample: &Demand, count: u64) -> Explanation {
-        let state = self.shared.state();
+        let state = self.shared.lock();
         explain_nodes(&state, per_sample, count)
     }
 
     /// Every node with its supply and what is free, in order of position.
     #[must_use]
     pub fn nodes(&self) -> Vec<NodeUsage> {
-        let state = self.shared.state();
+        let state = self.shared.lock();
         usage_of(&state)
     }
 
@@ -229,14 +252,14 @@ impl Pool {
         if !faults.is_empty() {
             return Err(PlacementError::InvalidNodes(faults));
         }
-        let mut state = self.shared.state();
+        let mut state = self.shared.lock();
         if state.names.contains_key(&spec.name) {
             return Err(PlacementError::DuplicateNode(spec.name.clone()));
         }
         let supply = Supply::of(spec);
         state.add(Arc::new(NodeInfo::of(spec)), supply, &mut self.shared.infos_mut());
         self.shared.change_layout(supply, true);
-        self.shared.announce(state);
+        self.shared.announce(&mut state);
         Ok(())
     }
 
@@ -267,7 +290,7 @@ impl Pool {
 
     /// Whether the node is empty afterwards.
     fn change_phase(&self, name: &str, phase: Phase) -> Result<bool> {
-        let mut state = self.shared.state();
+        let mut state = self.shared.lock();
         let Some(&position) = state.names.get(name) else {
             return Err(PlacementError::UnknownNode(name.to_string()));
         };
@@ -280,7 +303,7 @@ impl Pool {
             self.shared.change_layout(supply, is_active);
         }
         if is_active {
-            self.shared.announce(state);
+            self.shared.announce(&mut state);
         }
         Ok(is_empty)
     }
@@ -301,14 +324,20 @@ impl Pool {
     /// the attempt that failed, so that no release in between is missed.
     #[must_use]
     pub fn wait_for_release(&self, seen: u64) -> u64 {
-        self.shared.waiters.fetch_add(1, Ordering::AcqRel);
-        let mut state = self.shared.state();
-        while self.release_version() == seen {
-            state = self.shared.released.wait(state).unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.shared.lock();
+        if state.releases != seen {
+            return state.releases;
         }
+        state.waiters += 1;
         drop(state);
-        self.shared.waiters.fetch_sub(1, Ordering::AcqRel);
-        self.release_version()
+        let mut gate = self.shared.gate();
+        while self.release_version() == seen {
+            gate = self.shared.released.wait(gate).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(gate);
+        let mut state = self.shared.lock();
+        state.waiters -= 1;
+        state.releases
     }
 }
 
@@ -316,7 +345,7 @@ impl Pool {
 fn first_without_room(state: &State, shape: Shape, tokens: &[Held]) -> Option<usize> {
     let mut tried = std::collections::HashMap::new();
     tokens.iter().position(|token| {
-        let node = tried.entry(token.node).or_insert_with(|| state.nodes[token.node as usize].clone());
+        let node = tried.entry(token.node()).or_insert_with(|| state.nodes[token.node() as usize].clone());
         let has_room = shape.has_room_on(node, token.gpus);
         if has_room {
             shape.place_on(node, token.gpus);
@@ -342,5 +371,5 @@ fn locate(state: &State, demand: &Demand, placement: &Placement) -> Result<Held,
     if u64::from(gpus.count_ones()) != expected || placement.gpu_ids.len() as u64 != expected {
         return Err(format!("has {} GPUs, its demand takes {expected}", placement.gpu_ids.len()));
     }
-    Ok(Held { node, info: state.nodes[node as usize].info, gpus })
+    Ok(Held::new(node, state.nodes[node as usize].info, gpus))
 }

@@ -60,6 +60,11 @@ impl Demand {
         })
     }
 
+    /// A demand of amounts that are known to be sound.
+    pub(crate) const fn of_units(gpu: GpuDemand, cpu_milli: u64, memory_mib: u64) -> Self {
+        Self { gpu, cpu_milli, memory_mib, concurrency: 1 }
+    }
+
     /// The same demand, counting as `concurrency` running samples against a budget (0: not counted).
     #[must_use]
     pub const fn with_concurrency(mut self, concurrency: u64) -> Self {

@@ -56,6 +56,16 @@ impl Shape {
         })
     }
 
+    /// The demand that this is the shape of, counting as one sample.
+    pub(crate) fn demand(self) -> Demand {
+        let gpu = match self.gpu {
+            GpuShape::None => GpuDemand::None,
+            GpuShape::Share(micro) => GpuDemand::Share(micro),
+            GpuShape::Whole(gpus) => GpuDemand::Whole(gpus.into()),
+        };
+        Demand::of_units(gpu, self.cpu_milli.into(), self.memory_mib.into())
+    }
+
     /// Whether a token takes no room at all.
     pub(crate) fn is_nothing(self) -> bool {
         self.gpu == GpuShape::None && self.cpu_milli == 0 && self.memory_mib == 0
@@ -113,16 +123,15 @@ impl Shape {
         }
     }
 
-    /// Takes one token off a node that it fits on, and says which slots it took.
+    /// The slots that a token gets on a node that it fits on.
     #[inline]
-    pub(crate) fn place(self, node: &mut NodeState) -> u64 {
+    pub(crate) fn choose(self, node: &NodeState) -> u64 {
         let gpus = match self.gpu {
             GpuShape::None => 0,
-            GpuShape::Share(share) => node.best_fit(share).map_or(0, |slot| 1 << slot),
+            GpuShape::Share(share) => 1_u64.checked_shl(node.tightest(share).slot()).unwrap_or(0),
             GpuShape::Whole(gpus) => node.lowest_whole(gpus).unwrap_or(0),
         };
         debug_assert!(self.gpu == GpuShape::None || gpus != 0, "placed where it does not fit");
-        self.place_on(node, gpus);
         gpus
     }
 
@@ -133,49 +142,58 @@ impl Shape {
             GpuShape::Share(share) => share,
             GpuShape::Whole(_) => WHOLE_GPU_MICRO,
         };
-        let slots_hold = (0..64).filter(|slot| gpus >> slot & 1 == 1).all(|slot| node.slot(slot) >= part);
+        let slots_hold = (0..64).filter(|slot| gpus >> slot & 1 == 1).all(|slot| node.free(slot) >= part);
         slots_hold && node.room.cpu_milli >= self.cpu_milli && node.room.memory_mib >= self.memory_mib
     }
 
     /// Takes one token off given slots of a node.
-    #[inline]
     pub(crate) fn place_on(self, node: &mut NodeState, gpus: u64) {
+        self.take_gpus(node, gpus);
+        self.take_rest(node);
+    }
+
+    /// Gives one token back.
+    pub(crate) fn restore(self, node: &mut NodeState, gpus: u64) {
+        self.return_gpus(node, gpus);
+        self.return_rest(node);
+    }
+
+    /// Takes one token off given slots, which is a part of taking it off the node.
+    pub(crate) fn take_gpus(self, node: &mut NodeState, gpus: u64) {
         self.each_slot(node, gpus, |free, part| *free -= part);
+    }
+
+    /// Undoes [`Self::take_gpus`].
+    pub(crate) fn return_gpus(self, node: &mut NodeState, gpus: u64) {
+        self.each_slot(node, gpus, |free, part| *free += part);
+    }
+
+    /// The other part: what a token takes off the node as a whole.
+    #[inline]
+    pub(crate) fn take_rest(self, node: &mut NodeState) {
         node.room.gpu_micro -= self.gpu_micro();
         node.room.cpu_milli -= self.cpu_milli;
         node.room.memory_mib -= self.memory_mib;
         node.tokens += 1;
     }
 
-    /// Gives one token back.
+    /// Undoes [`Self::take_rest`].
     #[inline]
-    pub(crate) fn restore(self, node: &mut NodeState, gpus: u64) {
-        self.each_slot(node, gpus, |free, part| *free += part);
+    pub(crate) fn return_rest(self, node: &mut NodeState) {
         node.room.gpu_micro += self.gpu_micro();
         node.room.cpu_milli += self.cpu_milli;
         node.room.memory_mib += self.memory_mib;
         node.tokens -= 1;
     }
 
-    #[inline]
     fn each_slot(self, node: &mut NodeState, gpus: u64, change: impl Fn(&mut u32, u32)) {
-        match self.gpu {
-            GpuShape::None => {}
-            // A share has one slot: without the loop below, which the common case would pay for.
-            GpuShape::Share(share) => {
-                if let Some(free) = node.slot_mut(gpus.trailing_zeros()) {
-                    change(free, share);
-                }
+        let part = self.gpu_micro().min(WHOLE_GPU_MICRO);
+        let mut rest = gpus;
+        while rest != 0 {
+            if let Some(free) = node.slot_mut(rest.trailing_zeros()) {
+                change(free, part);
             }
-            GpuShape::Whole(_) => {
-                let mut rest = gpus;
-                while rest != 0 {
-                    if let Some(free) = node.slot_mut(rest.trailing_zeros()) {
-                        change(free, WHOLE_GPU_MICRO);
-                    }
-                    rest &= rest - 1;
-                }
-            }
+            rest &= rest - 1;
         }
     }
 }

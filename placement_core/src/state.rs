@@ -1,12 +1,16 @@
 //! What the pool's lock guards: the nodes, one index for each shape in use, and the log that keeps indexes current.
 //!
-//! Invariants: `names` leads to every node that is not vacant, `vacant` lists the others; each change of an active node
-//! is in `log` until every index that is not stale has seen it.
+//! Invariants: `names` leads to every node that is not vacant, `vacant` lists the others; each change of a node is in
+//! `log` until every index that is not stale has seen it or made it. With one index there is no log.
+
+#![allow(clippy::inline_always, reason = "measured: a call passes what is in registers through memory")]
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
-use crate::index::{Change, ShapeIndex};
+use crate::index::ShapeIndex;
+use crate::layout::FreeCounts;
 use crate::node::{NodeInfo, NodeState, Phase, Supply};
 use crate::shape::Shape;
 use crate::token::{Held, Tokens};
@@ -14,7 +18,7 @@ use crate::token::{Held, Tokens};
 /// Shapes that keep an index; the least recently used one makes room.
 const MAX_INDEXES: usize = 32;
 const LOG_AT_LEAST: usize = 1_024;
-/// The serial of changes that no index has counted.
+/// The serial of tokens that no index placed.
 pub(crate) const NO_INDEX: u32 = u32::MAX;
 
 #[derive(Debug, Default)]
@@ -29,7 +33,14 @@ pub(crate) struct State {
     latest: usize,
     uses: u64,
     next_serial: u32,
-    log: Vec<Change>,
+    /// Nodes that were changed, one entry a token.
+    log: Vec<u32>,
+    /// What the indexes count, for those who do not hold the lock.
+    pub(crate) counts: Arc<FreeCounts>,
+    /// `release_version` of the pool.
+    pub(crate) releases: u64,
+    /// Threads that wait for a release.
+    pub(crate) waiters: usize,
 }
 
 /// What does not change about a node in the table.
@@ -41,40 +52,54 @@ pub(crate) struct Tenant {
 
 #[derive(Debug)]
 struct UsedIndex {
+    /// When another took its place as the latest.
     last_use: u64,
     index: ShapeIndex,
 }
 
 impl State {
     /// Takes `count` tokens, or none when not all of them fit. The shape must take some room.
+    #[inline(always)]
     pub(crate) fn acquire(&mut self, shape: Shape, count: usize) -> Option<(u32, Tokens)> {
         let at = self.current_index(shape);
-        let is_alone = self.indexes.len() == 1;
-        let Self { indexes, nodes, log, .. } = self;
-        let index = &mut indexes[at].index;
+        let index = &mut self.indexes[at].index;
         if index.free_tokens() < count as u64 {
             return None;
         }
         let by = index.serial;
-        let tokens = if count == 1 {
-            let mut one = None;
-            index.take(nodes, 1, |token| one = Some(token));
-            Tokens::One([one?])
-        } else {
-            let mut many = Vec::with_capacity(count);
-            index.take(nodes, count, |token| many.push(token));
-            Tokens::Many(many)
-        };
-        if !is_alone {
-            let taken = match &tokens {
-                Tokens::One(token) => &token[..],
-                Tokens::Many(tokens) => tokens,
-            };
-            log.extend(taken.iter().map(|token| Change { node: token.node, by }));
-            index.seen = log.len();
-            self.trim_log();
+        if count > 1 {
+            return Some((by, Tokens::Many(self.take(at, count))));
         }
-        Some((by, tokens))
+        let token = index.take_one(&mut self.nodes)?;
+        if self.has_log() {
+            self.record(at, &[token]);
+        }
+        Some((by, Tokens::One([token])))
+    }
+
+    #[inline(never)]
+    fn take(&mut self, at: usize, count: usize) -> Vec<Held> {
+        // Written twice, which costs less than asking for each token whether the list must grow.
+        let mut tokens = vec![Held::default(); count];
+        self.indexes[at].index.take(&mut self.nodes, &mut tokens);
+        if self.has_log() {
+            self.record(at, &tokens);
+        }
+        tokens
+    }
+
+    /// Whether there is anybody to tell what an index did.
+    #[inline]
+    fn has_log(&self) -> bool {
+        self.indexes.len() > 1
+    }
+
+    /// Tells the other indexes, by way of the log, what the index at `by` did, which was caught up.
+    #[cold]
+    fn record(&mut self, by: usize, tokens: &[Held]) {
+        self.log.extend(tokens.iter().map(|token| token.node()));
+        self.indexes[by].index.seen = self.log.len();
+        self.trim_log();
     }
 
     /// Takes `count` tokens that take no room: all on the freest node.
@@ -82,52 +107,69 @@ impl State {
         let active = self.nodes.iter_mut().zip(0_u32..).filter(|(node, _)| node.phase == Phase::Active);
         let (node, position) = active.min_by_key(|(node, _)| std::cmp::Reverse(node.room.key()))?;
         node.tokens = node.tokens.checked_add(u32::try_from(count).ok()?)?;
-        let token = Held { node: position, info: node.info, gpus: 0 };
+        let token = Held::new(position, node.info, 0);
         Some((NO_INDEX, Tokens::Many(vec![token; count])))
     }
 
     /// Takes given tokens; the caller has checked that they fit.
     pub(crate) fn acquire_here(&mut self, shape: Shape, tokens: &[Held]) {
         for token in tokens {
-            shape.place_on(&mut self.nodes[token.node as usize], token.gpus);
-            self.log.push(Change { node: token.node, by: NO_INDEX });
+            shape.place_on(&mut self.nodes[token.node() as usize], token.gpus);
+            self.log.push(token.node());
         }
         self.trim_log();
     }
 
     /// Gives tokens back that the index `by` placed.
+    #[inline(always)]
     pub(crate) fn give_back(&mut self, shape: Shape, by: u32, tokens: &[Held]) {
         let Self { nodes, indexes, log, .. } = self;
-        let mut index = indexes.iter_mut().map(|used| &mut used.index).find(|index| index.serial == by);
-        let by = index.as_ref().map_or(NO_INDEX, |index| index.serial);
-        let mut has_left = false;
-        log.reserve(tokens.len());
-        for token in tokens {
-            let node = &mut nodes[token.node as usize];
-            shape.restore(node, token.gpus);
-            if node.phase == Phase::Active {
-                if let Some(index) = &mut index {
-                    index.count_returned(token.node);
-                }
-                log.push(Change { node: token.node, by });
-            } else {
-                has_left |= node.phase == Phase::Leaving && node.tokens == 0;
+        // A stale index learns all when it is made anew; one that is gone need not learn anything.
+        let is_it = |used: &UsedIndex| used.index.serial == by && !used.index.is_stale;
+        let is_latest = indexes.get(self.latest).is_some_and(is_it);
+        let known = if is_latest { Some(self.latest) } else { indexes.iter().position(is_it) };
+        let has_left = if let Some(at) = known {
+            let index = &mut indexes[at].index;
+            index.catch_up(nodes, log);
+            let has_left = match tokens {
+                [token] => index.give_one_back(nodes, *token),
+                _ => index.give_back(nodes, tokens),
+            };
+            if self.has_log() {
+                self.record(at, tokens);
             }
-        }
+            has_left
+        } else {
+            self.give_back_here(shape, tokens)
+        };
         if has_left {
             self.vacate(tokens);
         }
+    }
+
+    /// Gives tokens back without the help of an index. Whether a leaving node is empty now.
+    #[cold]
+    fn give_back_here(&mut self, shape: Shape, tokens: &[Held]) -> bool {
+        let mut has_left = false;
+        for token in tokens {
+            let node = &mut self.nodes[token.node() as usize];
+            shape.restore(node, token.gpus);
+            has_left |= node.is_left();
+            self.log.push(token.node());
+        }
         self.trim_log();
+        has_left
     }
 
     /// Takes out the leaving nodes that gave their last token back.
+    #[cold]
     fn vacate(&mut self, tokens: &[Held]) {
         for token in tokens {
-            let node = &mut self.nodes[token.node as usize];
-            if node.phase == Phase::Leaving && node.tokens == 0 {
+            let node = &mut self.nodes[token.node() as usize];
+            if node.is_left() {
                 node.phase = Phase::Vacant;
-                self.names.remove(&self.tenants[token.node as usize].info.name);
-                self.vacant.insert(token.node);
+                self.names.remove(&self.tenants[token.node() as usize].info.name);
+                self.vacant.insert(token.node());
             }
         }
     }
@@ -162,7 +204,7 @@ impl State {
     pub(crate) fn set_phase(&mut self, position: u32, phase: Phase) {
         let node = &mut self.nodes[position as usize];
         node.phase = phase;
-        if phase == Phase::Leaving && node.tokens == 0 {
+        if node.is_left() {
             node.phase = Phase::Vacant;
             self.names.remove(&self.tenants[position as usize].info.name);
             self.vacant.insert(position);
@@ -178,32 +220,44 @@ impl State {
     }
 
     /// Position of the shape's index, made if need be and caught up.
+    #[inline(always)]
     fn current_index(&mut self, shape: Shape) -> usize {
+        if let Some(used) = self.indexes.get_mut(self.latest)
+            && used.index.shape == shape
+        {
+            used.index.catch_up(&self.nodes, &self.log);
+            return self.latest;
+        }
+        self.find_index(shape)
+    }
+
+    #[cold]
+    fn find_index(&mut self, shape: Shape) -> usize {
         self.uses += 1;
-        let is_latest = self.indexes.get(self.latest).is_some_and(|used| used.index.shape == shape);
-        if !is_latest {
-            let known = self.indexes.iter().position(|used| used.index.shape == shape);
-            self.latest = known.unwrap_or_else(|| self.new_index(shape));
+        if let Some(used) = self.indexes.get_mut(self.latest) {
+            used.last_use = self.uses;
         }
-        let used = &mut self.indexes[self.latest];
-        used.last_use = self.uses;
-        used.index.catch_up(&self.nodes, &self.log);
-        if self.indexes.len() == 1 {
-            self.log.clear();
-            self.indexes[0].index.seen = 0;
-        }
+        let known = self.indexes.iter().position(|used| used.index.shape == shape);
+        self.latest = known.unwrap_or_else(|| self.new_index(shape));
+        self.indexes[self.latest].index.catch_up(&self.nodes, &self.log);
         self.latest
     }
 
     fn new_index(&mut self, shape: Shape) -> usize {
         let serial = self.next_serial;
         self.next_serial = (self.next_serial + 1) % NO_INDEX;
-        let used = UsedIndex { last_use: self.uses, index: ShapeIndex::new(shape, serial) };
+        let free = Arc::new(AtomicU64::new(0));
+        let mut used =
+            UsedIndex { last_use: self.uses, index: ShapeIndex::new(shape, serial, Arc::clone(&free)) };
+        // Before anybody can read what it counts.
+        used.index.catch_up(&self.nodes, &self.log);
+        self.counts.insert(shape, free);
         if self.indexes.len() < MAX_INDEXES {
             self.indexes.push(used);
             return self.indexes.len() - 1;
         }
         let oldest = (0..MAX_INDEXES).min_by_key(|&at| self.indexes[at].last_use).unwrap_or(0);
+        self.counts.remove(self.indexes[oldest].index.shape);
         self.indexes[oldest] = used;
         oldest
     }

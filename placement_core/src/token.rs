@@ -3,23 +3,50 @@
 //! Invariants: a token is held by exactly one lease or free; `held` counts those of a lease that were not given back;
 //! a token that was given back keeps its names but no longer its node.
 
-use std::sync::Arc;
-
 use crate::error::{PlacementError, Result};
+use crate::handle::Leaving;
 use crate::node::NodeInfo;
-use crate::pool::Shared;
+use crate::pool::{Open, Shared};
 use crate::resource::Demand;
 use crate::shape::Shape;
+use crate::state::State;
 
 /// Stands for the node of a token that was given back.
 const GIVEN_BACK: u32 = u32::MAX;
 
 /// One token as the pool keeps it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Held {
-    pub(crate) node: u32,
-    pub(crate) info: u32,
+    /// Node and info as one number: what is written in halves and read as a whole soon after stalls the processor.
+    at: u64,
     pub(crate) gpus: u64,
+}
+
+impl Held {
+    #[inline]
+    pub(crate) const fn new(node: u32, info: u32, gpus: u64) -> Self {
+        Self { at: (info as u64) << 32 | node as u64, gpus }
+    }
+
+    /// Position of the node in the pool.
+    #[inline]
+    pub(crate) const fn node(self) -> u32 {
+        self.at as u32
+    }
+
+    /// Position of the node's names in the pool's table.
+    #[inline]
+    const fn info(self) -> u32 {
+        (self.at >> 32) as u32
+    }
+
+    const fn is_given_back(self) -> bool {
+        self.node() == GIVEN_BACK
+    }
+
+    fn mark_given_back(&mut self) {
+        *self = Self::new(GIVEN_BACK, self.info(), self.gpus);
+    }
 }
 
 /// Where one token lies, in names that outlive the process.
@@ -49,13 +76,15 @@ pub(crate) enum Tokens {
 }
 
 impl Tokens {
-    fn as_slice(&self) -> &[Held] {
+    #[inline]
+    pub(crate) fn as_slice(&self) -> &[Held] {
         match self {
             Self::One(token) => token,
             Self::Many(tokens) => tokens,
         }
     }
 
+    #[inline]
     fn as_mut_slice(&mut self) -> &mut [Held] {
         match self {
             Self::One(token) => token,
@@ -67,23 +96,31 @@ impl Tokens {
 /// Room for a batch, held until it is released token by token, as a whole, or by dropping the lease.
 ///
 /// A lease owns its pool's share, so it may outlive every [`crate::Pool`] handle and move between threads.
-#[derive(Debug)]
 #[must_use = "dropping a lease gives its room back"]
 pub struct Lease {
-    shared: Arc<Shared>,
-    demand: Demand,
+    /// There until the lease is dropped.
+    shared: Option<Shared>,
+    tokens: Tokens,
     shape: Shape,
     /// Serial of the index that placed the tokens.
     index: u32,
-    tokens: Tokens,
-    held: usize,
+    held: u32,
+    concurrency: u64,
     is_released: bool,
 }
 
+impl std::fmt::Debug for Lease {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (tokens, held) = (self.len(), self.held);
+        f.debug_struct("Lease").field("tokens", &tokens).field("held", &held).finish_non_exhaustive()
+    }
+}
+
 impl Lease {
-    pub(crate) fn new(shared: Arc<Shared>, demand: Demand, shape: Shape, index: u32, tokens: Tokens) -> Self {
-        let held = tokens.as_slice().len();
-        Self { shared, demand, shape, index, tokens, held, is_released: false }
+    #[inline]
+    pub(crate) fn new(shared: Shared, demand: &Demand, shape: Shape, index: u32, tokens: Tokens) -> Self {
+        let (held, concurrency) = (tokens.as_slice().len() as u32, demand.concurrency());
+        Self { shared: Some(shared), tokens, shape, index, held, concurrency, is_released: false }
     }
 
     /// Tokens of the lease, given back ones included.
@@ -101,19 +138,19 @@ impl Lease {
     /// Tokens that were not given back.
     #[must_use]
     pub const fn held(&self) -> usize {
-        self.held
+        self.held as usize
     }
 
     /// What each token takes.
     #[must_use]
-    pub const fn demand(&self) -> &Demand {
-        &self.demand
+    pub fn demand(&self) -> Demand {
+        self.shape.demand().with_concurrency(self.concurrency)
     }
 
     /// Whether one token is still held; false for a position that the lease does not have.
     #[must_use]
     pub fn is_held(&self, index: usize) -> bool {
-        self.tokens.as_slice().get(index).is_some_and(|token| token.node != GIVEN_BACK)
+        self.tokens.as_slice().get(index).is_some_and(|token| !token.is_given_back())
     }
 
     /// The name of the node that a token lies on, also after it was given back.
@@ -136,9 +173,10 @@ impl Lease {
     /// Where every token lies, fit to be recorded and [adopted](crate::Pool::adopt) later.
     #[must_use]
     pub fn placements(&self) -> Vec<Placement> {
-        let infos = self.shared.infos();
+        let Some(shared) = &self.shared else { return Vec::new() };
+        let infos = shared.infos();
         let placement = |token: &Held| {
-            let info = &infos[token.info as usize];
+            let info = &infos[token.info() as usize];
             Placement { node: info.name.clone(), gpu_ids: info.ids_of(token.gpus) }
         };
         self.tokens.as_slice().iter().map(placement).collect()
@@ -154,13 +192,17 @@ impl Lease {
         let Some(token) = self.tokens.as_mut_slice().get_mut(index) else {
             return Err(PlacementError::NoSuchToken { index, len });
         };
-        if token.node == GIVEN_BACK {
+        if token.is_given_back() {
             return Err(PlacementError::TokenReleased { index });
         }
         let held = *token;
-        token.node = GIVEN_BACK;
+        token.mark_given_back();
         self.held -= 1;
-        self.shared.give_back(self.shape, self.index, &[held]);
+        if let Some(shared) = &self.shared {
+            let mut state = shared.lock();
+            state.give_back(self.shape, self.index, &[held]);
+            shared.announce(&mut state);
+        }
         Ok(())
     }
 
@@ -182,27 +224,44 @@ impl Lease {
         if self.held == 0 {
             return;
         }
-        if self.held < self.len() {
-            let left: Vec<Held> =
-                self.tokens.as_slice().iter().filter(|token| token.node != GIVEN_BACK).copied().collect();
-            self.shared.give_back(self.shape, self.index, &left);
-        } else {
-            self.shared.give_back(self.shape, self.index, self.tokens.as_slice());
+        if let Some(shared) = &self.shared {
+            let mut state = shared.lock();
+            self.give_back_to(&mut state, shared);
         }
         self.held = 0;
         for token in self.tokens.as_mut_slice() {
-            token.node = GIVEN_BACK;
+            token.mark_given_back();
         }
+    }
+
+    /// Gives back what is held, while the pool's lock is.
+    #[inline]
+    fn give_back_to(&self, state: &mut State, open: &Open) {
+        let tokens = self.tokens.as_slice();
+        if self.held as usize == tokens.len() {
+            state.give_back(self.shape, self.index, tokens);
+        } else {
+            let held: Vec<Held> = tokens.iter().filter(|token| !token.is_given_back()).copied().collect();
+            state.give_back(self.shape, self.index, &held);
+        }
+        open.announce(state);
     }
 
     fn with_info<R>(&self, index: usize, read: impl FnOnce(&NodeInfo, u64) -> R) -> Option<R> {
         let token = self.tokens.as_slice().get(index)?;
-        Some(read(&self.shared.infos()[token.info as usize], token.gpus))
+        Some(read(&self.shared.as_ref()?.infos()[token.info() as usize], token.gpus))
     }
 }
 
 impl Drop for Lease {
+    #[inline]
     fn drop(&mut self) {
-        self.release_remainder();
+        let Some(shared) = self.shared.take() else { return };
+        if self.held > 0 {
+            // One turn of the lock for both: giving back and leaving.
+            let mut last = Leaving::of(shared);
+            let (open, state) = last.parts();
+            self.give_back_to(state, open);
+        }
     }
 }

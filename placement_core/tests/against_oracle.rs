@@ -154,7 +154,7 @@ impl Twins {
         if lease.held() < lease.len() || leaving {
             return;
         }
-        let (demand, placements) = (*lease.demand(), lease.placements());
+        let (demand, placements) = (lease.demand(), lease.placements());
         lease.release().unwrap();
         *lease = self.pool.adopt(&demand, &placements).unwrap();
         assert_eq!(lease.placements(), placements);

@@ -6,27 +6,44 @@ exactly on generated tokens; weight spans and turns count positions in them. The
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from py_scheduler.domain.task import DEFAULT_NAMESPACE
 from py_scheduler.domain.trajectory import ENVIRONMENT
 from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from py_scheduler.domain.results import SampleDone
-    from py_scheduler.domain.task import Task
+    from py_scheduler.domain.task import BatchId, Task
 
 _ROWS_PER_GROUP = 1_000
 
 
-def write_trajectories(path: str | Path, samples: Iterable[SampleDone], tasks: Mapping[str, Task]) -> int:
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a file's samples come from: columns that are the same in all of its rows."""
+
+    batch_id: BatchId = ""
+    namespace: str = DEFAULT_NAMESPACE
+    model: str = ""
+
+
+_NO_ORIGIN = Origin()
+
+
+def write_trajectories(
+    path: str | Path, samples: Iterable[SampleDone], tasks: Mapping[str, Task], origin: Origin = _NO_ORIGIN
+) -> int:
     """Writes the samples and returns how many there were; `tasks` is keyed by task id.
 
+    The file's own metadata say which py-scheduler wrote it, and when.
     Folders are made as needed. Raises FailedPreconditionError without pyarrow.
     """
     try:
@@ -40,8 +57,10 @@ def write_trajectories(path: str | Path, samples: Iterable[SampleDone], tasks: M
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.unfinished")
-    schema = _schema(pa)
-    rows = (_row(sample, tasks.get(sample.task_id)) for sample in samples)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    schema = _schema(pa).with_metadata({"py_scheduler_version": version(), "created": created})
+    constant = {"batch_id": str(origin.batch_id), "namespace": origin.namespace, "model": origin.model}
+    rows = (constant | _row(sample, tasks.get(sample.task_id)) for sample in samples)
     count = 0
     with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
         while group := list(islice(rows, _ROWS_PER_GROUP)):
@@ -55,7 +74,10 @@ def _schema(pa: Any) -> Any:
     position = pa.int32()
     return pa.schema(
         {
+            "batch_id": pa.string(),
+            "namespace": pa.string(),
             "task_id": pa.string(),
+            "task_type": pa.string(),
             "client_key": pa.string(),
             "dataset": pa.string(),
             "sample_no": pa.int32(),
@@ -68,6 +90,8 @@ def _schema(pa: Any) -> Any:
             "token_ids": pa.list_(pa.int32()),
             "log_probs": pa.list_(pa.float32()),
             "loss_mask": pa.list_(pa.uint8()),
+            "model": pa.string(),
+            "weight_version": pa.string(),
             "weight_spans": pa.list_(pa.struct({"version": pa.string(), "start": position, "end": position})),
             "turns": pa.list_(
                 pa.struct(
@@ -94,10 +118,14 @@ def _schema(pa: Any) -> Any:
 
 
 def _row(sample: SampleDone, task: Task | None) -> dict[str, Any]:
-    """`prompt` is what the model read and `answer` what it wrote, over all turns."""
+    """`prompt` is what the model read and `answer` what it wrote, over all turns. `weight_version` is empty when the
+    spans have several.
+    """
     trajectory = sample.trajectory
+    versions = {span.version for span in trajectory.weight_spans}
     return {
         "task_id": sample.task_id,
+        "task_type": task.config.task_type if task else "",
         "client_key": task.client_key if task else "",
         "dataset": task.config.dataset if task else "",
         "sample_no": sample.sample_no,
@@ -110,6 +138,7 @@ def _row(sample: SampleDone, task: Task | None) -> dict[str, Any]:
         "token_ids": trajectory.token_ids,
         "log_probs": trajectory.log_probs,
         "loss_mask": trajectory.loss_mask,
+        "weight_version": versions.pop() if len(versions) == 1 else "",
         "weight_spans": [msgspec.structs.asdict(span) for span in trajectory.weight_spans],
         "turns": [msgspec.structs.asdict(turn) for turn in trajectory.turns],
         "termination_reason": sample.termination_reason,

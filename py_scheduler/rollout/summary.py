@@ -25,10 +25,11 @@ _NO_FIGURE = "–"
 
 @dataclass(slots=True)
 class Figures:
-    """Sums over finished samples; times in seconds."""
+    """Sums over finished samples; times in seconds. Prompt tokens are all that the model read and did not write."""
 
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     model_reward_sum: float = 0.0
+    prompt_tokens: int = 0
     generated_tokens: int = 0
     wait_seconds: float = 0.0
     run_seconds: float = 0.0
@@ -39,7 +40,9 @@ class Figures:
         self.outcomes[sample.outcome] += 1
         if sample.outcome.is_model_result:
             self.model_reward_sum += sample.reward.score
-        self.generated_tokens += sample.trajectory.generated_tokens
+        generated = sample.trajectory.generated_tokens
+        self.generated_tokens += generated
+        self.prompt_tokens += len(sample.trajectory) - generated
         self.wait_seconds += sample.timings.wait_seconds
         self.run_seconds += sample.timings.run_seconds
         self.generate_seconds += sample.timings.generate_seconds

@@ -109,6 +109,19 @@ async def test_an_interrupted_demo_stops_its_server(tmp_path: Path, stop: signal
     await assert_gone(address)
 
 
+async def test_what_was_finished_is_kept(tmp_path: Path) -> None:
+    process = await start_demo(tmp_path, "--groups", "40", "--samples", "4")
+    await read_until(process, r"\d+/160 samples")
+    process.send_signal(signal.SIGINT)
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 130, output
+    kept = re.search(r"broken off; (\d+) trajectories: ", output)
+    assert kept is not None, output
+    rows = pq.read_table(tmp_path / "trajectories.parquet").to_pylist()
+    assert 0 < len(rows) == int(kept[1]) < 160
+    assert all(row["dataset"] and row["model"] and row["weight_version"] and row["batch_id"] == "0" for row in rows)
+
+
 async def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
     config = tmp_path / "broken.toml"
     config.write_text("[server]\nlisten = 7\n", encoding="utf-8")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from datetime import datetime
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -14,8 +16,9 @@ from py_scheduler.domain.generation import FinishReason, Generation, WeightSpan
 from py_scheduler.domain.results import Outcome, Reward, SampleDone, Timings
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.domain.trajectory import TrajectoryBuilder
-from py_scheduler.rollout.artifacts import write_trajectories
+from py_scheduler.rollout.artifacts import Origin, write_trajectories
 from py_scheduler.rollout.summary import summarise, summary_table
+from py_scheduler.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,6 +75,27 @@ def test_a_row_holds_aligned_arrays(tmp_path: Path) -> None:
     assert second["dataset"] == ""
 
 
+def test_a_file_says_where_it_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    origin = Origin(batch_id=7, namespace="ns", model="smol")
+    write_trajectories(path, [sample("a", Outcome.SOLVED)], TASKS, origin)
+    (row,) = pq.read_table(path).to_pylist()
+    names = ("batch_id", "namespace", "task_type", "model", "weight_version")
+    assert [row[name] for name in names] == ["7", "ns", "t", "smol", "v1"]
+    written = pq.read_schema(path).metadata
+    assert written[b"py_scheduler_version"].decode() == version()
+    assert datetime.fromisoformat(written[b"created"].decode()).tzinfo is not None
+
+
+def test_a_sample_of_several_versions_has_no_plain_one(tmp_path: Path) -> None:
+    whole = sample("a", Outcome.SOLVED)
+    spans = (WeightSpan("v1", 3, 4), WeightSpan("v2", 4, 5))
+    mixed = msgspec.structs.replace(whole, trajectory=msgspec.structs.replace(whole.trajectory, weight_spans=spans))
+    write_trajectories(tmp_path / "out.parquet", [mixed], TASKS)
+    (row,) = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert (row["weight_version"], len(row["weight_spans"])) == ("", 2)
+
+
 def test_a_sample_without_tokens_has_empty_arrays(tmp_path: Path) -> None:
     lost = SampleDone(task_id="a", sample_no=0, attempt_no=1, outcome=Outcome.INFRA_OTHER, error="gone")
     write_trajectories(tmp_path / "out.parquet", [lost], TASKS)
@@ -110,7 +134,7 @@ def test_rates_are_over_model_results_alone() -> None:
     gcd, lcm = summary.datasets["gcd"], summary.datasets["lcm"]
     assert (gcd.samples, gcd.model_results, gcd.solve_rate, gcd.mean_reward) == (4, 2, 0.5, 0.75)
     assert (lcm.samples, lcm.solve_rate, lcm.mean_reward) == (1, None, None)
-    assert (summary.total.samples, summary.total.generated_tokens) == (5, 10)
+    assert (summary.total.samples, summary.total.generated_tokens, summary.total.prompt_tokens) == (5, 10, 15)
     assert (gcd.mean_wait_seconds, gcd.mean_run_seconds) == (1.0, 2.5)
 
 

@@ -51,7 +51,8 @@ def test_the_commented_tables_load_and_show_the_defaults() -> None:
 async def test_the_own_handler_is_found_beside_its_configuration_and_solves(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = ROOT / "examples/own_handler"
     monkeypatch.syspath_prepend(folder)
-    (spec,) = build_specs(load_config(folder / "scheduler.toml"), faults := [])
+    faults: list[FieldViolation] = []
+    (spec,) = build_specs(load_config(folder / "scheduler.toml"), faults)
     assert not faults
     client = runpy.run_path(str(folder / "client.py"))
     tasks = client["make_tasks"]()

@@ -183,7 +183,7 @@ def test_details_that_are_no_object_are_told(details: Any) -> None:
 
 
 def test_details_that_cannot_be_described_are_told_one_by_one() -> None:
-    details = {"o": Odd(), Odd(): 1, "rest": 2}
+    details: dict[Any, Any] = {"o": Odd(), Odd(): 1, "rest": 2}
     sample = SampleDone(
         task_id="t", sample_no=0, attempt_no=1, outcome=Outcome.SOLVED, reward=Reward(score=0.5, details=details)
     )
