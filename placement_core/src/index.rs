@@ -6,7 +6,7 @@
 //! Invariants, once it has caught up: `entries[i]` says of node i what its fields promise, and `free` is the sum of
 //! their `fits`; node i is in exactly the bucket of its entry when the shape fits there, in none otherwise.
 
-#![allow(clippy::inline_always, reason = "measured: a call passes what is in registers through memory")]
+#![allow(clippy::inline_always, reason = "a call would pass what is in registers through memory")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -7,7 +7,7 @@
 //! Invariants: each bucket with nodes is in `ranked`, which may hold emptied ones too, each bucket once; links join
 //! buckets whose keys are exactly one step apart.
 
-#![allow(clippy::inline_always, reason = "measured: a call passes what is in registers through memory")]
+#![allow(clippy::inline_always, reason = "a call would pass what is in registers through memory")]
 
 use std::collections::{BinaryHeap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};

@@ -3,7 +3,7 @@
 //! Invariants: `names` leads to every node that is not vacant, `vacant` lists the others; each change of a node is in
 //! `log` until every index that is not stale has seen it or made it. With one index there is no log.
 
-#![allow(clippy::inline_always, reason = "measured: a call passes what is in registers through memory")]
+#![allow(clippy::inline_always, reason = "a call would pass what is in registers through memory")]
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
