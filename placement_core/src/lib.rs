@@ -32,7 +32,7 @@
 //! `serde`: `Serialize` (and where it is safe `Deserialize`) for plain values. None by default.
 
 // Denied, not forbidden, for one module: handle.rs says what for and how it is tested.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod amount;
 mod error;

@@ -170,7 +170,7 @@ impl Pool {
         let taken =
             if shape.is_nothing() { state.acquire_nothing(count) } else { state.acquire(shape, count) };
         let Some((by, tokens)) = taken else { return Ok(None) };
-        let owner = state.another_handle();
+        let owner = self.shared.clone();
         drop(state);
         Ok(Some(Lease::new(owner, per_sample, shape, by, tokens)))
     }
@@ -201,7 +201,7 @@ impl Pool {
             return cannot(index, "its room is taken");
         }
         state.acquire_here(shape, &tokens);
-        let owner = state.another_handle();
+        let owner = self.shared.clone();
         drop(state);
         Ok(Lease::new(owner, per_sample, shape, NO_INDEX, Tokens::Many(tokens)))
     }

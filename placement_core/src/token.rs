@@ -4,7 +4,6 @@
 //! a token that was given back keeps its names but no longer its node.
 
 use crate::error::{PlacementError, Result};
-use crate::handle::Leaving;
 use crate::node::NodeInfo;
 use crate::pool::{Open, Shared};
 use crate::resource::Demand;
@@ -258,10 +257,8 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let Some(shared) = self.shared.take() else { return };
         if self.held > 0 {
-            // One turn of the lock for both: giving back and leaving.
-            let mut last = Leaving::of(shared);
-            let (open, state) = last.parts();
-            self.give_back_to(state, open);
+            let mut state = shared.lock();
+            self.give_back_to(&mut state, &shared);
         }
     }
 }
