@@ -28,7 +28,7 @@ def import_everything() -> int:
 def acquire_and_release() -> None:
     pool = PlacementPool([NodeResource(node_ip="10.0.0.1", gpus=[0], cpu=8, memory_gb=32)])
     share = Resource(gpu=0.5, cpu=1, memory_gb=1)
-    budget = Resource(gpu=1, cpu=2, memory_gb=2)
+    budget = Resource(gpu=1, cpu=2, memory_gb=2, concurrency=2)
     lease = pool.try_acquire_batch(budget, share, 2)
     assert lease is not None
     assert [token.node_ip for token in lease.tokens] == ["10.0.0.1"] * 2
