@@ -7,8 +7,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
-from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import AgentResult, Reward
+from py_scheduler.placement import PlacementPool
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -69,6 +70,24 @@ class ScriptedAgent(BaseAgent):
         return Reward(score=1.0)
 
 
+class StubbornAgent(ScriptedAgent):
+    """For the prompt "stubborn" it ignores every cancellation until it is set free."""
+
+    def __init__(self, **behaviours: Callable[[Episode], Awaitable[AgentResult]]) -> None:
+        super().__init__(stubborn=self._stay, **behaviours)
+        self.started = asyncio.Event()
+        self.free = asyncio.Event()
+
+    async def _stay(self, _: Episode) -> AgentResult:
+        self.started.set()
+        while not self.free.is_set():
+            try:
+                await self.free.wait()
+            except asyncio.CancelledError:
+                continue
+        return AgentResult()
+
+
 def spec_of(handler: BaseAgent, evaluator_id: str = "agent", **changes: Any) -> EvaluatorSpec:
     """A spec without demands: one sample runs at once for each of 64 permits."""
     values: dict[str, Any] = {
@@ -80,3 +99,24 @@ def spec_of(handler: BaseAgent, evaluator_id: str = "agent", **changes: Any) -> 
         **changes,
     }
     return EvaluatorSpec(**values)
+
+
+def gpu_spec(handler: BaseAgent, share: float, budget_gpus: float = 16, **changes: Any) -> EvaluatorSpec:
+    sample = Resource(gpu=share, cpu=0.1)
+    budget = Resource(gpu=budget_gpus, cpu=128, concurrency=128)
+    return spec_of(handler, resource=budget, run_resource=sample, eval_resource=sample, batch_size=None, **changes)
+
+
+def two_nodes(gpus: int = 8) -> PlacementPool:
+    return PlacementPool(
+        [NodeResource(node_ip=f"10.0.0.{n}", gpus=list(range(gpus)), cpu=64, memory_gb=256) for n in (1, 2)]
+    )
+
+
+async def raises(_: Episode) -> AgentResult:
+    raise ValueError("the handler is broken")
+
+
+async def hangs(_: Episode) -> AgentResult:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
