@@ -28,6 +28,7 @@ from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.api.server import ApiServer
 from py_scheduler.config import Config, EvaluatorSettings, collecting, convert_table
+from py_scheduler.containment import contained_task
 from py_scheduler.domain.evaluator import EvaluatorSpec
 from py_scheduler.errors import ClusterLayoutError, ConfigError, EngineUnavailableError, FieldViolation
 from py_scheduler.handlers import make_handler
@@ -330,6 +331,7 @@ def run(config: Config, config_file: Path) -> None:
     _tune_collector()
 
     async def main() -> int:
+        asyncio.get_running_loop().set_task_factory(contained_task)
         stop = asyncio.Event()
         with stop_signals(stop, stop_limit_seconds(config)):
             return await serve(config, base_dir, announce, stop)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from pathlib import Path
 
 from py_scheduler.domain.evaluator import BaseAgent, Episode
 from py_scheduler.domain.results import AgentResult, Reward
@@ -53,10 +55,24 @@ class Stubborn(Echo):
         return AgentResult()
 
 
-class Blocking(Echo):
-    """Holds the whole event loop."""
+class Exiting(Echo):
+    """Ends the process from a child task, or tries to."""
 
     async def run(self, episode: Episode) -> AgentResult:
+        async def child() -> None:
+            await asyncio.sleep(0)
+            sys.exit(3)
+
+        if episode.sample.task.prompt == "exit":
+            await asyncio.gather(child())
+        return AgentResult(answer=episode.sample.task.prompt)
+
+
+class Blocking(Echo):
+    """Holds the whole event loop, once it has made the file that its prompt names."""
+
+    async def run(self, episode: Episode) -> AgentResult:
+        Path(episode.sample.task.prompt).touch()  # noqa: ASYNC240 - blocking is what this handler is for
         time.sleep(3_600)  # noqa: ASYNC251 - what this handler is for
         return AgentResult()
 

@@ -21,7 +21,7 @@ from py_scheduler.cli import _parser, main
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
 from py_scheduler.config import parse_config
 from py_scheduler.domain.events import TaskDone
-from py_scheduler.domain.results import SampleDone
+from py_scheduler.domain.results import Outcome, SampleDone
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import ConfigError, FailedPreconditionError, ServerError
 
@@ -114,6 +114,21 @@ def test_a_rollout_through_a_served_process(started: Any) -> None:
         r"batch_id 7 \(s[0-9a-f]+\): every task is done: 20 succeeded",
     ):
         assert len(re.findall(f"INFO py_scheduler.*{line}", stderr)) == 1, line
+
+
+def test_a_handler_cannot_end_the_service_from_a_task_of_its_own(started: Any) -> None:
+    command = started(EVALUATOR.replace("app_handlers:Echo", "app_handlers:Exiting") + SERVER)
+    prompts = ["exit", "fine", "exit", "fine"]
+    tasks = [Task(config=TaskConfig(task_type="echo"), prompt=prompt) for prompt in prompts]
+    with BlockingSchedulerClient(command.address()) as client:
+        events = list(client.rollout(tasks, batch_id=7))
+        outcomes = [event.outcome for event in events if isinstance(event, SampleDone)]
+        assert sorted(outcomes) == [Outcome.INFRA_OTHER] * 2 + [Outcome.SOLVED] * 2
+        assert client.server_info().version
+    command.process.send_signal(signal.SIGTERM)
+    code, stderr = command.end()
+    assert code == 0
+    assert "tried to end the service: SystemExit" in stderr
 
 
 def test_a_handler_beside_its_configuration_and_a_quiet_log(started: Any, tmp_path: Path) -> None:
@@ -303,15 +318,19 @@ async def test_sigterm_lets_running_samples_finish_and_streams_end_with_a_cursor
 @pytest.mark.parametrize(("handler", "grace", "code", "within"), [("Deaf", 4.5, 0, 9.0), ("Blocking", 0.2, 1, 15.0)])
 @pytest.mark.slow
 async def test_a_handler_that_will_not_end_does_not_keep_the_process(
-    started: Any, handler: str, grace: float, code: int, within: float
+    started: Any, tmp_path: Path, handler: str, grace: float, code: int, within: float
 ) -> None:
     """What blocks the loop needs the watchdog; what only ignores its stop gets one grace, and an orderly end."""
     settings = f"drain_seconds = 0.5\n[scheduler]\nstop_grace_seconds = {grace}\n"
     command = started(EVALUATOR.replace("Echo", handler) + SERVER + settings)
     address = await asyncio.to_thread(command.address)
     async with SchedulerClient.connect(address, reconnect_seconds=0.0) as client:
-        submission = await client.submit(echo(1), 7)
-        if handler == "Deaf":
+        begun = tmp_path / "begun"
+        submission = await client.submit([Task(config=TaskConfig(task_type="echo"), prompt=str(begun))], 7)
+        if handler == "Blocking":
+            while not begun.exists():  # noqa: ASYNC110 - no event can come from a server whose loop stands still
+                await asyncio.sleep(0.01)
+        else:
             frames = client.watch(submission_id=submission.submission_id, cursor=submission.cursor)
             async for frame in frames:
                 if any(type(record.event).__name__ == "AttemptStarted" for record in frame.records):
