@@ -41,8 +41,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PARTIAL_SECONDS = 2.0
-"""How long a stopped episode waits for the tokens of the generation that it interrupts."""
+_PARTIAL_SECONDS = 3.0
+"""How long a stopped episode waits for the tokens of the generation that it interrupts.
+
+Longer than adapters wait for an engine that does not react to an abort: what has arrived is kept even then.
+"""
 
 
 _MAX_TEXT = 1 << 20

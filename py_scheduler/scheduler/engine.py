@@ -229,7 +229,7 @@ class Engine:
                 async with asyncio.timeout(request.timeout_seconds):
                     await self._supervisor.wait_stopped(concerned)
             except TimeoutError:
-                pass
+                pass  # No failure: the answer says what is still stopping.
         return AbortReply(aborted_tasks=len(asked), still_stopping=self._supervisor.unconfirmed(concerned))
 
     def _on_task_deadline(self, deadline: TaskDeadline, _when: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -10,8 +12,9 @@ import pytest
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
 from py_scheduler.api.server import ApiServer
+from py_scheduler.app import build
 from py_scheduler.client import SchedulerClient
-from py_scheduler.config import ServerSettings
+from py_scheduler.config import ServerSettings, parse_config
 from tests.support.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
@@ -31,6 +34,18 @@ async def serve(engine: FakeEngine, **settings: object) -> Served:
     address = server.bind()
     await server.start()
     return Served(engine, server, address)
+
+
+@asynccontextmanager
+async def whole_server(config: str) -> AsyncIterator[str]:
+    """The address of a server on the real engine, from the text of its configuration."""
+    parts = build(parse_config(config), Path())
+    bound = parts.api.bind()
+    async with parts.scheduler:
+        await parts.api.start()
+        yield bound
+        await parts.scheduler.drain(0)
+        await parts.api.stop()
 
 
 @pytest.fixture

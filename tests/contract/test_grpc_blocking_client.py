@@ -58,6 +58,7 @@ async def test_a_stream_left_early_is_closed(served: Served) -> None:
 
     await asyncio.to_thread(trainer)
     await served.engine.until(lambda: not served.engine.open_watches)
+    assert served.engine.open_watches == 0
 
 
 def test_it_says_so_when_it_is_not_open() -> None:

@@ -16,6 +16,7 @@ from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import SampleDone
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import AlreadyExistsError, CursorExpiredError, UnplaceableError
+from tests.contract.conftest import whole_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -48,13 +49,8 @@ batch_size = 8
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    parts = build(parse_config(CONFIG), Path())
-    bound = parts.api.bind()
-    async with parts.scheduler:
-        await parts.api.start()
+    async with whole_server(CONFIG) as bound:
         yield bound
-        await parts.scheduler.drain(0)
-        await parts.api.stop()
 
 
 @pytest.fixture

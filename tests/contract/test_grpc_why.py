@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.app import build
 from py_scheduler.cli import main
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
-from py_scheduler.config import parse_config
 from py_scheduler.domain.explanations import TaskPhase
 from py_scheduler.domain.leases import NodeShortageView, Shortage
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import InvalidArgumentError, NotFoundError
+from tests.contract.conftest import whole_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -48,13 +46,8 @@ run_resource = { gpu = 0.25 }
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    parts = build(parse_config(CONFIG), Path())
-    bound = parts.api.bind()
-    async with parts.scheduler:
-        await parts.api.start()
+    async with whole_server(CONFIG) as bound:
         yield bound
-        await parts.scheduler.drain(0)
-        await parts.api.stop()
 
 
 @pytest.fixture

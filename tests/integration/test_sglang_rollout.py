@@ -39,9 +39,12 @@ class OneTurnAgent(BaseAgent):
 
 
 @asynccontextmanager
-async def rollout(*scripts: Script, agent: BaseAgent | None = None) -> AsyncIterator[tuple[Harness, ScriptedSglang]]:
+async def rollout(
+    *scripts: Script, agent: BaseAgent | None = None, idle_read_timeout_seconds: float = 0.5
+) -> AsyncIterator[tuple[Harness, ScriptedSglang]]:
     settings = SglangSettings(
-        retry=RetrySettings(attempts=3, base_seconds=0.001, max_seconds=0.01), idle_read_timeout_seconds=0.5
+        retry=RetrySettings(attempts=3, base_seconds=0.001, max_seconds=0.01),
+        idle_read_timeout_seconds=idle_read_timeout_seconds,
     )
     async with ScriptedSglang() as server:
         server.scripts.extend(scripts)
@@ -113,6 +116,17 @@ async def test_an_abort_keeps_the_tokens_that_were_generated() -> None:
     assert sample.trajectory.turns[-1].finish_reason == "abort"
     assert sample.trajectory.turns[-1].text
     assert server.aborts
+
+
+async def test_an_engine_that_is_deaf_to_the_abort_costs_no_tokens_that_have_arrived() -> None:
+    async with rollout(Script(stall_after=20, deaf=True), idle_read_timeout_seconds=60.0) as (harness, server):
+        reply = await harness.submit([task_of()])
+        await harness.until_started(reply, 1)
+        await server.until(lambda: server.streamed == 20)
+        await harness.engine.abort(AbortRequest(selector=harness.selector(reply), wait=True))
+        (sample,) = await harness.samples(reply)
+    assert sample.outcome is Outcome.ABORTED
+    assert sample.trajectory.generated_tokens > 0
 
 
 async def test_a_context_that_is_too_long_is_the_models_matter_and_not_retried() -> None:
