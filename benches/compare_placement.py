@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 _SERVICE_CONFIG = Path(__file__).parent / "noop.toml"
-_GROUP = re.compile(r"empty pool, (\d+) nodes")
+_GROUP = re.compile(r"(empty pool|half full|refusal|two threads), (\d+) nodes")
 _BEGIN, _END = "<!-- figures of make bench -->\n", "<!-- end of figures -->\n"
 _SAME_RUN_SECONDS = 3_600.0
 """Criterion keeps results for ever; what is this much older than its newest one belongs to another run."""
@@ -48,24 +48,94 @@ class Figure(NamedTuple):
     nanoseconds: float
 
 
+Key = tuple[str, int, int]
+"""What was measured, on how many nodes, in batches of how many tokens."""
+
+
 class Goal(NamedTuple):
-    """The ratio of two figures, and its bound: at least or at most `bound`."""
+    """`measured` of a run's costs, and its bound: at least or at most `bound`. None: a figure is missing."""
 
     words: str
-    upper: tuple[str, int, int]
-    lower: tuple[str, int, int]
+    measured: Callable[[Mapping[Key, float]], float | None]
     bound: float
-    at_least: bool
+    at_least: bool = False
+    unit: str = ""
 
 
+def ratio(upper: Key, lower: Key) -> Callable[[Mapping[Key, float]], float | None]:
+    def measured(costs: Mapping[Key, float]) -> float | None:
+        return costs[upper] / costs[lower] if upper in costs and lower in costs else None
+
+    return measured
+
+
+def worst_over(limit: str, batch: int) -> Callable[[Mapping[Key, float]], float | None]:
+    """The core's worst ratio to a limit, over all sizes from 16 nodes on."""
+
+    def measured(costs: Mapping[Key, float]) -> float | None:
+        keys = [(nodes, size) for what, nodes, size in costs if what == limit and size == batch and nodes >= _SMALLEST]
+        ratios = [costs["pool", *key] / costs[limit, *key] for key in keys if ("pool", *key) in costs]
+        return max(ratios, default=None)
+
+    return measured
+
+
+def cost(key: Key) -> Callable[[Mapping[Key, float]], float | None]:
+    return lambda costs: costs.get(key)
+
+
+def above(upper: Key, lower: Key) -> Callable[[Mapping[Key, float]], float | None]:
+    def measured(costs: Mapping[Key, float]) -> float | None:
+        return costs[upper] - costs[lower] if upper in costs and lower in costs else None
+
+    return measured
+
+
+def loss_over_lock(batch: int) -> Callable[[Mapping[Key, float]], float | None]:
+    """What a call costs two threads more than one, over what locking, owning and handing out cost one thread."""
+
+    def measured(costs: Mapping[Key, float]) -> float | None:
+        lost = above(("pool, two threads", _SHARED, batch), ("pool, one thread", _SHARED, batch))(costs)
+        lock = above(("lock, one thread", _SHARED, batch), (TOUCH, _SHARED, batch))(costs)
+        return None if lost is None or lock is None else max(0.0, lost) / lock
+
+    return measured
+
+
+_SMALLEST, _SHARED, _LARGEST = 16, 256, 10_000
+TOUCH, LOCKED = "touch", "touch, locked and handed out"
 GOALS = [
-    Goal("core in Rust over the limit, 10 000 nodes, batch 64", ("pool", 10_000, 64), ("touch", 10_000, 64), 3, False),
-    Goal("core at 10 000 nodes over 16, batch 64", ("pool", 10_000, 64), ("pool", 16, 64), 1.3, False),
-    Goal("Rust scan over the core, 10 000 nodes, batch 64", ("scan", 10_000, 64), ("pool", 10_000, 64), 500, True),
-    Goal("heap over the core from Python, 256 nodes, batch 64", ("heap", 256, 64), ("core", 256, 64), 150, True),
-    Goal("heap over the core from Python, 256 nodes, batch 1", ("heap", 256, 1), ("core", 256, 1), 18, True),
-    Goal("plain Python over the core, 256 nodes, batch 64", ("plain", 256, 64), ("core", 256, 64), 4_000, True),
-    Goal("plain Python over the core, 10 000, batch 64", ("plain", 10_000, 64), ("core", 10_000, 64), 100_000, True),
+    Goal("core over the limit, 16 to 10 000 nodes, worst, batch 64", worst_over(TOUCH, 64), 3),
+    Goal("... batch 1 024", worst_over(TOUCH, 1_024), 3),
+    Goal("... batch 1", worst_over(TOUCH, 1), 3.5),
+    Goal("core over the limit under a lock, handed out, worst, batch 64", worst_over(LOCKED, 64), 3),
+    Goal("... batch 1 024", worst_over(LOCKED, 1_024), 3),
+    Goal("... batch 1", worst_over(LOCKED, 1), 3.5),
+    Goal("core at 10 000 nodes over 16, batch 64", ratio(("pool", _LARGEST, 64), ("pool", _SMALLEST, 64)), 1.3),
+    Goal("... half full at random", ratio(("half full", _LARGEST, 64), ("half full", _SMALLEST, 64)), 2.5),
+    Goal(
+        "Rust scan over the core, 10 000 nodes, batch 64",
+        ratio(("scan", _LARGEST, 64), ("pool", _LARGEST, 64)),
+        500,
+        True,
+    ),
+    Goal("core over the Rust scan, 1 node, batch 1", ratio(("pool", 1, 1), ("scan", 1, 1)), 1.5),
+    Goal(
+        "refusal of 64 over placing the 63 that fit", ratio(("63 of 64 fit", _LARGEST, 63), ("pool", _LARGEST, 64)), 1
+    ),
+    Goal("refusal with GPUs free and no CPU, 10 000 nodes", cost(("GPUs free, no CPU", _LARGEST, 1)), 50, unit=" ns"),
+    Goal("heap over the core from Python, 256 nodes, batch 64", ratio(("heap", 256, 64), ("core", 256, 64)), 150, True),
+    Goal("... batch 1", ratio(("heap", 256, 1), ("core", 256, 1)), 18, True),
+    Goal("plain Python over the core, 256 nodes, batch 64", ratio(("plain", 256, 64), ("core", 256, 64)), 4_000, True),
+    Goal("... 10 000 nodes", ratio(("plain", _LARGEST, 64), ("core", _LARGEST, 64)), 100_000, True),
+    Goal(
+        "core from Python above the bare core, 256 nodes, batch 64",
+        above(("core", 256, 64), ("pool", 256, 64)),
+        10,
+        unit=" ns",
+    ),
+    Goal("loss of two threads on one pool over what a lock costs, batch 1", loss_over_lock(1), 1),
+    Goal("... batch 64", loss_over_lock(64), 1),
 ]
 
 
@@ -78,7 +148,7 @@ def python_figures(path: Path) -> Iterator[Figure]:
 
 
 def criterion_figures(folder: Path) -> Iterator[Figure]:
-    """Of the groups about an empty pool."""
+    """Per token; of what is half full under that name, of a refusal per token that would have fitted."""
     estimates = list(folder.glob("*/*/*/new/estimates.json"))
     newest = max((path.stat().st_mtime for path in estimates), default=0.0)
     for path in estimates:
@@ -88,7 +158,8 @@ def criterion_figures(folder: Path) -> Iterator[Figure]:
             continue
         batch = int(about["value_str"])
         nanoseconds = json.loads(path.read_text())["median"]["point_estimate"]
-        yield Figure(about["function_id"], int(match[1]), batch, nanoseconds / batch)
+        what = match[1] if match[1] == "half full" else about["function_id"]
+        yield Figure(what, int(match[2]), batch, nanoseconds / batch)
 
 
 def ray_figures(path: Path) -> Iterator[Figure]:
@@ -121,11 +192,11 @@ class Comparison:
         return {what: found[what] for what in SERIES if what in found}
 
     def goals(self) -> Iterator[tuple[Goal, float, bool]]:
-        """Each goal that both figures are there for, with its ratio and whether it is reached."""
+        """Each goal whose figures are there, with what was measured and whether it is reached."""
         for goal in GOALS:
-            if goal.upper in self._costs and goal.lower in self._costs:
-                ratio = self._costs[goal.upper] / self._costs[goal.lower]
-                yield goal, ratio, ratio >= goal.bound if goal.at_least else ratio <= goal.bound
+            measured = goal.measured(self._costs)
+            if measured is not None:
+                yield goal, measured, measured >= goal.bound if goal.at_least else measured <= goal.bound
 
 
 def markdown(comparison: Comparison, batch: int) -> str:
@@ -153,9 +224,10 @@ def markdown(comparison: Comparison, batch: int) -> str:
         "| goal | bound | measured | |",
         "|---|---:|---:|---|",
     ]
-    for goal, ratio, reached in comparison.goals():
-        bound = f"{'≥' if goal.at_least else '≤'} {goal.bound:,g}"
-        lines.append(f"| {goal.words} | {bound} | {_number(ratio)} | {'reached' if reached else 'not reached'} |")
+    for goal, measured, reached in comparison.goals():
+        bound = f"{'≥' if goal.at_least else '≤'} {goal.bound:,g}{goal.unit}"
+        found = f"{_number(measured)}{goal.unit}"
+        lines.append(f"| {goal.words} | {bound} | {found} | {'reached' if reached else 'not reached'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -40,7 +40,7 @@ __all__ = [
     "tokens_in_budget",
 ]
 
-_NODE_KEYS = ("gpus", "cpu", "memory_gb")
+_NODE_KEYS = ("gpus", "cpu", "memory_gb", "named", "labels")
 _FALLBACK_FLAGS = {"cpu": "--env-num-cpus", "memory_gb": "--env-memory-gb"}
 
 
@@ -61,8 +61,9 @@ def load_cluster_layout(
 ) -> list[NodeResource] | None:
     """The nodes of a layout given as inline JSON or as a path; None when none is given.
 
-    Each node is a list of GPU ids or an object with "gpus", "cpu" and "memory_gb"; a missing cpu or memory_gb becomes
-    `num_cpus` (cores) or `memory_gb` (GiB). Raises ClusterLayoutError with every fault at once.
+    Each node is a list of GPU ids or an object with "gpus", "cpu" and "memory_gb", and "named" (amounts) and "labels"
+    (strings) if it has any; a missing cpu or memory_gb becomes `num_cpus` (cores) or `memory_gb` (GiB).
+    Raises ClusterLayoutError with every fault at once.
     """
     if text_or_path is None or text_or_path == "":
         return None
@@ -102,9 +103,12 @@ def check_deadlock(
     capacity = pool.max_tokens_for(per_sample)
     if needed > capacity:
         lower = [field for field in ("gpu", "cpu", "memory_gb") if getattr(per_sample, field) > 0]
+        lower.extend(f"named.{name}" for name in per_sample.named)
+        labels = " and ".join(f"{key}={value}" for key, value in per_sample.required_labels.items())
         raise UnplaceableError(
             f"evaluator spec '{evaluator_id}' needs {needed} tokens for its largest batch, the pool can give "
-            f"{capacity} even when empty: add nodes, lower {' or '.join(lower) or 'nothing'} per sample, or make the "
+            f"{capacity} even when empty: add nodes{' with the label ' * bool(labels)}{labels}, "
+            f"lower {' or '.join(lower) or 'nothing'} per sample, or make the "
             f"spec's budget or batch size smaller"
         )
     return needed
@@ -142,7 +146,7 @@ def _node(node_ip: str, entry: object, fallbacks: dict[str, float | None], fault
     elif isinstance(entry, list):
         given = {"gpus": entry}
     else:
-        faults.append('must be a list of GPU ids or an object with "gpus", "cpu" and "memory_gb"')
+        faults.append('must be a list of GPU ids or an object with "gpus", "cpu", "memory_gb", "named" and "labels"')
         return NodeResource(node_ip=node_ip, gpus=[], cpu=0, memory_gb=0)
     amounts = {}
     for field, flag in _FALLBACK_FLAGS.items():
@@ -151,7 +155,14 @@ def _node(node_ip: str, entry: object, fallbacks: dict[str, float | None], fault
             faults.append(f"{field} is absent: give it here or with {flag}")
             amount = 0.0
         amounts[field] = _amount(field, amount, faults)
-    return NodeResource(node_ip=node_ip, gpus=_gpu_ids(given.get("gpus", []), faults), **amounts)
+    return NodeResource(
+        node_ip=node_ip,
+        gpus=_gpu_ids(given.get("gpus", []), faults),
+        cpu=amounts["cpu"],
+        memory_gb=amounts["memory_gb"],
+        named=_mapping("named", given.get("named"), faults),
+        labels=_mapping("labels", given.get("labels"), faults),
+    )
 
 
 def _fields(entry: Sequence[tuple[str, Any]], faults: list[str]) -> dict[str, Any]:
@@ -164,6 +175,25 @@ def _fields(entry: Sequence[tuple[str, Any]], faults: list[str]) -> dict[str, An
         else:
             given[key] = value
     return given
+
+
+def _mapping(field: str, value: object, faults: list[str]) -> dict[str, Any]:
+    """Its names and values are judged by `check_nodes`."""
+    if value is None:
+        return {}
+    if not isinstance(value, _Object):
+        faults.append(f"{field} must be an object of names and {'whole numbers' if field == 'named' else 'strings'}")
+        return {}
+    entries: dict[str, Any] = {}
+    for name, entry in value:
+        if name in entries:
+            faults.append(f"{field}.{name} is given twice")
+        elif isinstance(entry, bool | list | None):
+            # A truth value is an integer to everybody behind this.
+            faults.append(f"{field}.{name} must be a {'whole number' if field == 'named' else 'string'}")
+        else:
+            entries[name] = entry
+    return entries
 
 
 def _gpu_ids(value: object, faults: list[str]) -> list[int]:

@@ -40,7 +40,9 @@ class BatchNeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OneMoreNode(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node like `like`, the largest, would add to the empty cluster."""
+    """What a node like `like` would add to the empty cluster: the largest, of those that have the labels and named
+    resources of a sample if there are any.
+    """
 
     like: str
     tokens: int
@@ -105,7 +107,7 @@ def plan_spec(nodes: Sequence[NodeResource], need: BatchNeed, max_running_sample
         bounds_batch=bounds,
         limits=limits,
         one_more_node=larger,
-        problem="" if needed <= possible else _way_out(pool, need, needed - possible, larger),
+        problem="" if needed <= possible else _way_out(pool, nodes, need, needed - possible, larger),
     )
 
 
@@ -128,11 +130,21 @@ def _one_more_node(
 ) -> OneMoreNode | None:
     if possible == UNLIMITED or not nodes:
         return None
-    largest = max(nodes, key=lambda node: (len(node.gpus), node.cpu, node.memory_gb))
+    suiting = [node for node in nodes if not _lacks(node, need.per_sample)]
+    largest = max(suiting or nodes, key=lambda node: (len(node.gpus), node.cpu, node.memory_gb))
     another = msgspec.structs.replace(largest, node_ip=f"another {largest.node_ip}")
     tokens = PlacementPool([*nodes, another]).max_tokens_for(need.per_sample)
     before, after = (_batches_at_once(needed, room, max_running_samples) or 0 for room in (possible, tokens))
     return OneMoreNode(like=largest.node_ip, tokens=tokens - possible, batches=after - before)
+
+
+def _lacks(node: NodeResource, sample: Resource) -> list[str]:
+    """Labels and named resources of a single sample that an empty node does not have."""
+    labels = sample.required_labels.items()
+    return [
+        *(f"{count:,} of named.{name}" for name, count in sample.named.items() if node.named.get(name, 0) < count),
+        *(f"the label {key}={value}" for key, value in labels if node.labels.get(key) != value),
+    ]
 
 
 def _tokens_needed(need: BatchNeed) -> int:
@@ -163,6 +175,7 @@ def _filled(pool: PlacementPool, nodes: Sequence[NodeResource], per_sample: Reso
         cpu=1 + sum(node.cpu for node in nodes),
         memory_gb=1 + sum(node.memory_gb for node in nodes),
         concurrency=_LEASE_TOKENS,
+        named={name: sum(node.named.get(name, 0) for node in nodes) for name in per_sample.named},
     )
     with ExitStack() as stack:
         for first in range(0, tokens, _LEASE_TOKENS):
@@ -181,6 +194,8 @@ def _bounds_of_batch(need: BatchNeed) -> tuple[str, ...]:
             only = Resource(**{amount: per_sample})
             budget = Resource(**{amount: getattr(need.budget, amount)}, concurrency=UNLIMITED >> 1)
             holds[amount] = _holds(budget, only)
+    for name, count in need.per_sample.named.items():
+        holds[f"named.{name}"] = need.budget.named.get(name, 0) // count
     bounds = {f"budget {name}": samples for name, samples in holds.items()}
     if need.max_batch_samples is not None:
         bounds["batch size"] = need.max_batch_samples
@@ -196,7 +211,9 @@ def _holds(budget: Resource, per_sample: Resource) -> int:
         return 0
 
 
-def _way_out(pool: PlacementPool, need: BatchNeed, missing: int, larger: OneMoreNode | None) -> str:
+def _way_out(
+    pool: PlacementPool, nodes: Sequence[NodeResource], need: BatchNeed, missing: int, larger: OneMoreNode | None
+) -> str:
     try:
         check_deadlock(
             pool,
@@ -209,6 +226,9 @@ def _way_out(pool: PlacementPool, need: BatchNeed, missing: int, larger: OneMore
         problem = str(error)
     else:
         raise AssertionError("the pool takes what was counted as too much")
+    nobody_has = set.intersection(*(set(_lacks(node, need.per_sample)) for node in nodes)) if nodes else set()
+    if nobody_has:
+        return f"{problem}; no node has {' or '.join(sorted(nobody_has))}"
     if larger is None or larger.tokens == 0:
         return f"{problem}; no node like the largest takes a single sample: lower what a sample holds first"
     return f"{problem}; {-(-missing // larger.tokens)} more nodes like {larger.like} would do"

@@ -1,10 +1,14 @@
 //! Cost of placement, each figure beside its limits in the same run: `touch` (the same tokens known in advance, node
-//! and slot touched once) is what no scheduler can beat, `scan` the straightforward one. One iteration acquires a batch
-//! and releases it. Placements are compared with the scan's before anything is timed.
+//! and slot touched once) is what no scheduler can beat, `touch, locked and handed out` what no pool can that threads
+//! share and whose batches are owned, `scan` the straightforward one. One iteration acquires a batch and releases it.
+//! Placements are compared with the scan's before anything is timed.
 
 #![allow(missing_docs, reason = "criterion's macros make public functions")]
 
 use std::hint::black_box;
+use std::sync::{Arc, Barrier, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use placement_core::{Demand, NodeSpec, Pool};
@@ -86,6 +90,31 @@ impl Lines {
     }
 }
 
+/// Known tokens in an owned list, which is given back under the lock that it was taken under.
+struct Handed {
+    lines: Arc<Mutex<Lines>>,
+    tokens: Vec<At>,
+}
+
+impl Handed {
+    fn out(lines: &Arc<Mutex<Lines>>, known: &[At]) -> Self {
+        let mut locked = lines.lock().expect("nothing panics under it");
+        let take = |&at: &At| {
+            locked.take(at);
+            at
+        };
+        let tokens = known.iter().map(take).collect();
+        drop(locked);
+        Self { lines: Arc::clone(lines), tokens }
+    }
+}
+
+impl Drop for Handed {
+    fn drop(&mut self) {
+        self.lines.lock().expect("nothing panics under it").give_all(&self.tokens);
+    }
+}
+
 fn pool(nodes: usize) -> Pool {
     let ids: Vec<i64> = (0_i64..).take(GPUS).collect();
     Pool::new((0..nodes).map(|node| NodeSpec::new(format!("n{node}"), ids.clone(), 96.0, 384.0)))
@@ -124,6 +153,10 @@ fn bench_acquire_release(c: &mut Criterion) {
                     black_box(&mut lines);
                     lines.give_all(tokens);
                 });
+            });
+            let shared = Arc::new(Mutex::new(lines.clone()));
+            group.bench_function(BenchmarkId::new("touch, locked and handed out", batch), |b| {
+                b.iter(|| drop(black_box(Handed::out(&shared, black_box(&tokens)))));
             });
             let demand = sample();
             group.bench_function(BenchmarkId::new("pool", batch), |b| {
@@ -172,11 +205,15 @@ fn bench_refusals(c: &mut Criterion) {
     let mut group = c.benchmark_group("refusal, 10000 nodes");
     let (full, demand) = (pool(10_000), sample());
     let _held = full.try_acquire(&demand, full.max_tokens_for(&demand) - 63).expect("sound").expect("room");
-    group.bench_function("63 of 64 fit", |b| b.iter(|| black_box(full.try_acquire(&demand, 64))));
+    group.bench_function(BenchmarkId::new("63 of 64 fit", 63), |b| {
+        b.iter(|| black_box(full.try_acquire(&demand, 64)));
+    });
     let no_cpu = pool(10_000);
     let cpu_alone = Demand::new(0.0, 96.0, 0.0).expect("sound");
     let _cpus = no_cpu.try_acquire(&cpu_alone, 10_000).expect("sound").expect("room");
-    group.bench_function("GPUs free, no CPU", |b| b.iter(|| black_box(no_cpu.try_acquire(&demand, 1))));
+    group.bench_function(BenchmarkId::new("GPUs free, no CPU", 1), |b| {
+        b.iter(|| black_box(no_cpu.try_acquire(&demand, 1)));
+    });
     group.finish();
 }
 
@@ -201,5 +238,56 @@ fn bench_mixed(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, bench_acquire_release, bench_half_full, bench_refusals, bench_mixed);
+/// How long `threads` take for `iterations` of `once` in all, from the moment they all begin.
+fn timed(threads: u64, iterations: u64, once: impl Fn() + Sync) -> Duration {
+    let start = Barrier::new(threads as usize + 1);
+    thread::scope(|scope| {
+        let work = || {
+            start.wait();
+            for _ in 0..iterations.div_ceil(threads) {
+                once();
+            }
+        };
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        start.wait();
+        let begun = Instant::now();
+        for worker in workers {
+            worker.join().expect("nothing panics in it");
+        }
+        begun.elapsed()
+    })
+}
+
+/// One pool, or one lock with known tokens behind it, under one thread and under two.
+fn bench_two_threads(c: &mut Criterion) {
+    let nodes = 256;
+    let mut group = c.benchmark_group(format!("two threads, {nodes} nodes"));
+    for batch in [1, 64] {
+        let (mut lines, pool, demand) = (Lines::new(nodes), pool(nodes), sample());
+        let tokens = known(&mut lines, &pool, batch);
+        let shared = Arc::new(Mutex::new(lines));
+        for (threads, words) in [(1, "one thread"), (2, "two threads")] {
+            group.bench_function(BenchmarkId::new(format!("pool, {words}"), batch), |b| {
+                b.iter_custom(|iterations| {
+                    timed(threads, iterations, || drop(black_box(pool.try_acquire(&demand, batch as u64))))
+                });
+            });
+            group.bench_function(BenchmarkId::new(format!("lock, {words}"), batch), |b| {
+                b.iter_custom(|iterations| {
+                    timed(threads, iterations, || drop(black_box(Handed::out(&shared, black_box(&tokens)))))
+                });
+            });
+        }
+    }
+    group.finish();
+}
+
+criterion_group!(
+    benches,
+    bench_two_threads,
+    bench_acquire_release,
+    bench_half_full,
+    bench_refusals,
+    bench_mixed
+);
 criterion_main!(benches);

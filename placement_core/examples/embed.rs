@@ -17,13 +17,23 @@ fn main() -> Result<(), Box<dyn Error>> {
     let pool = Pool::new([
         NodeSpec::new("gpu-0", [0, 1, 2, 3], 32.0, 128.0),
         NodeSpec::new("gpu-1", [0, 1, 2, 3], 32.0, 128.0),
-        NodeSpec::new("cpu-0", [], 64.0, 256.0),
+        NodeSpec::new("cpu-0", [], 64.0, 256.0).with_resource("licence", 8).with_label("zone", "b"),
     ])?;
     let third = Demand::new(0.33, 1.0, 4.0)?;
     let mut queue = VecDeque::from([
-        Job { name: "shares", samples: 18, per_sample: third },
+        Job { name: "shares", samples: 18, per_sample: third.clone() },
         Job { name: "whole GPUs", samples: 2, per_sample: Demand::new(2.0, 4.0, 16.0)? },
         Job { name: "CPU alone", samples: 20, per_sample: Demand::new(0.0, 4.0, 8.0)? },
+        Job {
+            name: "licences",
+            samples: 8,
+            per_sample: Demand::new(0.0, 1.0, 1.0)?.with_resource("licence", 1)?,
+        },
+        Job {
+            name: "another zone",
+            samples: 1,
+            per_sample: Demand::new(0.0, 1.0, 1.0)?.requiring("zone", "c")?,
+        },
         Job { name: "too large", samples: 99, per_sample: third },
     ]);
     while let Some(job) = queue.pop_front() {

@@ -2,6 +2,7 @@
 //!
 //! Each message names the field at fault and, where there is one, the way out.
 
+use std::borrow::Cow;
 use std::fmt;
 
 /// What is wrong with a number that was to become an amount.
@@ -42,8 +43,8 @@ pub struct NodeFault {
     pub index: usize,
     /// The node's name.
     pub node: String,
-    /// The field at fault: `node_ip`, `gpus`, `cpu` or `memory_gb`.
-    pub field: &'static str,
+    /// The field at fault: `node_ip`, `gpus`, `cpu`, `memory_gb`, or one such as `named.licence` and `labels.zone`.
+    pub field: Cow<'static, str>,
     /// What is wrong with it.
     pub description: String,
 }
@@ -67,6 +68,14 @@ pub enum PlacementError {
         /// What is wrong with it.
         fault: AmountFault,
     },
+    /// A named resource or a label that is none.
+    InvalidField {
+        /// The field: one such as `named.licence` or `required_labels.zone`, or just `named` when it is the name that
+        /// is wrong.
+        field: String,
+        /// What is wrong with it.
+        description: String,
+    },
     /// One or more nodes are faulty; all faults found are listed.
     InvalidNodes(Vec<NodeFault>),
     /// `max_tokens` is 0, or more tokens are asked for than a lease can hold.
@@ -78,8 +87,8 @@ pub enum PlacementError {
     },
     /// The budget does not hold a single sample, so no wait could help.
     BudgetTooSmall {
-        /// The field that is short.
-        field: &'static str,
+        /// The field that is short; `named.licence` for a named resource.
+        field: Cow<'static, str>,
         /// The budget's amount, in the field's own unit.
         budget: f64,
         /// What one sample takes.
@@ -116,6 +125,7 @@ impl fmt::Display for PlacementError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::InvalidAmount { field, value, fault } => write!(f, "{field} {value} {fault}"),
+            Self::InvalidField { field, description } => write!(f, "{field}: {description}"),
             Self::InvalidNodes(faults) => {
                 let texts: Vec<String> = faults.iter().map(ToString::to_string).collect();
                 f.write_str(&texts.join("; "))

@@ -1,16 +1,18 @@
 //! Answers for people: what is free on each node, and why tokens do or do not fit.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::amount::{cpu_for_display, gpu_for_display, memory_for_display};
+use crate::extras::{Amounts, Extras, Labels, takes_nothing};
 use crate::layout::UNLIMITED_TOKENS;
 use crate::node::{NodeState, Phase};
 use crate::resource::Demand;
-use crate::shape::{Fits, Shape};
+use crate::shape::{Fits, UNLIMITED};
 use crate::state::{State, Tenant};
 
 /// What stops a node from taking one token more.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub enum Shortage {
@@ -24,25 +26,36 @@ pub enum Shortage {
     Memory,
     /// The node takes no tokens: it is draining or leaving.
     Draining,
+    /// Too little of the named resource.
+    Named(String),
+    /// The node lacks a label that the demand requires: its key and value.
+    Label(String, String),
 }
 
 impl Shortage {
-    /// One word for messages: `gpu`, `fragmentation`, `cpu`, `memory`, `draining`.
+    /// The kind in one word: `gpu`, `fragmentation`, `cpu`, `memory`, `draining`, `named`, `label`. Displayed, the last
+    /// two say which: `named.licence`, `label zone=a`.
     #[must_use]
-    pub const fn as_str(self) -> &'static str {
+    pub const fn as_str(&self) -> &'static str {
         match self {
             Self::Gpu => "gpu",
             Self::Fragmentation => "fragmentation",
             Self::Cpu => "cpu",
             Self::Memory => "memory",
             Self::Draining => "draining",
+            Self::Named(_) => "named",
+            Self::Label(..) => "label",
         }
     }
 }
 
 impl fmt::Display for Shortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+        match self {
+            Self::Named(name) => write!(f, "named.{name}"),
+            Self::Label(key, value) => write!(f, "label {key}={value}"),
+            plain => f.write_str(plain.as_str()),
+        }
     }
 }
 
@@ -92,14 +105,12 @@ impl Explanation {
     /// On how many nodes each thing is short, the most frequent first.
     #[must_use]
     pub fn shortages(&self) -> Vec<(Shortage, usize)> {
-        let mut counts: Vec<(Shortage, usize)> = Vec::new();
-        for &short in self.nodes.iter().flat_map(|node| &node.short) {
-            match counts.iter_mut().find(|(known, _)| *known == short) {
-                Some((_, count)) => *count += 1,
-                None => counts.push((short, 1)),
-            }
+        let mut counts: BTreeMap<&Shortage, usize> = BTreeMap::new();
+        for short in self.nodes.iter().flat_map(|node| &node.short) {
+            *counts.entry(short).or_insert(0) += 1;
         }
-        counts.sort_by_key(|&(short, count)| (std::cmp::Reverse(count), short));
+        let mut counts: Vec<_> = counts.into_iter().map(|(short, count)| (short.clone(), count)).collect();
+        counts.sort_by_key(|&(_, count)| std::cmp::Reverse(count));
         counts
     }
 }
@@ -167,6 +178,12 @@ pub struct NodeUsage {
     pub memory_gb: f64,
     /// GiB of memory free.
     pub memory_gb_free: f64,
+    /// Named resources in all.
+    pub named: Amounts,
+    /// Named resources free.
+    pub named_free: Amounts,
+    /// Its labels.
+    pub labels: Labels,
     /// Tokens held on it.
     pub tokens: u64,
     /// Whether it takes tokens.
@@ -180,6 +197,7 @@ fn present(state: &State) -> impl Iterator<Item = (usize, &NodeState)> {
 pub(crate) fn usage_of(state: &State) -> Vec<NodeUsage> {
     let usage = |(position, node): (usize, &NodeState)| {
         let Tenant { supply, info } = &state.tenants[position];
+        let extras = Extras::of(supply.extras.as_ref());
         NodeUsage {
             node: info.name.clone(),
             gpu_ids: info.gpu_ids.clone(),
@@ -188,6 +206,9 @@ pub(crate) fn usage_of(state: &State) -> Vec<NodeUsage> {
             cpu_free: cpu_for_display(node.room.cpu_milli.into()),
             memory_gb: memory_for_display(supply.memory_mib.into()),
             memory_gb_free: memory_for_display(node.room.memory_mib.into()),
+            named: extras.named.clone(),
+            named_free: state.extras.free(position as u32).clone(),
+            labels: extras.labels.clone(),
             tokens: node.tokens.into(),
             phase: match node.phase {
                 Phase::Active => NodePhase::Active,
@@ -200,26 +221,8 @@ pub(crate) fn usage_of(state: &State) -> Vec<NodeUsage> {
 }
 
 pub(crate) fn explain_nodes(state: &State, demand: &Demand, wanted: u64) -> Explanation {
-    let shape = Shape::of(demand);
-    let nodes: Vec<NodeExplanation> = present(state)
-        .map(|(position, node)| {
-            let tenant = &state.tenants[position];
-            let is_active = node.phase == Phase::Active;
-            let (now, empty) = match shape {
-                Some(shape) => (shape.fits(node), shape.fits_empty(tenant.supply)),
-                None => (fits_when_too_large(demand, node), Fits { gpu: 0, cpu: 0, memory: 0 }),
-            };
-            let count = |fits: Fits| if is_active { tokens(shape, fits) } else { 0 };
-            let free_tokens = count(now);
-            let mut short = Vec::new();
-            if !is_active {
-                short.push(Shortage::Draining);
-            } else if free_tokens < wanted {
-                short = limits(demand, node, now);
-            }
-            NodeExplanation { node: tenant.info.name.clone(), free_tokens, max_tokens: count(empty), short }
-        })
-        .collect();
+    let nodes: Vec<NodeExplanation> =
+        present(state).map(|(position, node)| explain_node(state, position, node, demand, wanted)).collect();
     let sum = |part: fn(&NodeExplanation) -> u64| {
         nodes.iter().map(part).fold(0, |sum: u64, tokens| sum.saturating_add(tokens)).min(UNLIMITED_TOKENS)
     };
@@ -227,13 +230,43 @@ pub(crate) fn explain_nodes(state: &State, demand: &Demand, wanted: u64) -> Expl
     Explanation { wanted, free_tokens, max_tokens, nodes }
 }
 
-fn tokens(shape: Option<Shape>, fits: Fits) -> u64 {
-    if shape.is_some_and(Shape::is_nothing) { UNLIMITED_TOKENS } else { u64::from(fits.all()) }
+fn explain_node(
+    state: &State,
+    position: usize,
+    node: &NodeState,
+    demand: &Demand,
+    wanted: u64,
+) -> NodeExplanation {
+    let Tenant { supply, info } = &state.tenants[position];
+    let (shape, extras) = (demand.shape(), Extras::of(demand.extras()));
+    let is_active = node.phase == Phase::Active;
+    let (now, empty) = match shape {
+        Some(shape) => (shape.fits(node), shape.fits_empty(supply)),
+        None => (fits_when_too_large(demand, node), Fits { gpu: 0, cpu: 0, memory: 0 }),
+    };
+    let has_no_limit = shape.is_some_and(|shape| takes_nothing(shape, demand.extras()));
+    let count = |fits: Fits, by_extras: u32| match fits.all().min(by_extras) {
+        _ if !is_active => 0,
+        UNLIMITED if has_no_limit => UNLIMITED_TOKENS,
+        tokens => tokens.into(),
+    };
+    let labels = &Extras::of(supply.extras.as_ref()).labels;
+    let free = state.extras.free(position as u32);
+    let free_tokens = count(now, extras.fits(labels, free));
+    let mut short = Vec::new();
+    if !is_active {
+        short.push(Shortage::Draining);
+    } else if free_tokens < wanted {
+        short = limits(demand, node, now, free_tokens);
+        short.extend(limits_of_extras(extras, labels, free, free_tokens));
+    }
+    let max_tokens = count(empty, extras.fits_empty(supply.extras.as_ref()));
+    NodeExplanation { node: info.name.clone(), free_tokens, max_tokens, short }
 }
 
 /// A demand that is wider than a node's amounts: 0 for what is too large, no limit for the rest.
 fn fits_when_too_large(demand: &Demand, node: &NodeState) -> Fits {
-    let fits = |take: u64, have: u32| if take > u64::from(have) { 0 } else { crate::shape::UNLIMITED };
+    let fits = |take: u64, have: u32| if take > u64::from(have) { 0 } else { UNLIMITED };
     Fits {
         gpu: fits(demand.gpu_micro(), node.room.gpu_micro),
         cpu: fits(demand.cpu_milli(), node.room.cpu_milli),
@@ -241,18 +274,26 @@ fn fits_when_too_large(demand: &Demand, node: &NodeState) -> Fits {
     }
 }
 
-fn limits(demand: &Demand, node: &NodeState, now: Fits) -> Vec<Shortage> {
-    let fits = now.all();
+/// Which of GPU, CPU and memory hold no more than the `tokens` that fit.
+fn limits(demand: &Demand, node: &NodeState, now: Fits, tokens: u64) -> Vec<Shortage> {
     let mut short = Vec::new();
-    if now.gpu == fits {
-        let left = u64::from(node.room.gpu_micro).saturating_sub(u64::from(fits) * demand.gpu_micro());
+    if demand.gpu_micro() > 0 && u64::from(now.gpu) == tokens {
+        let left = u64::from(node.room.gpu_micro).saturating_sub(tokens * demand.gpu_micro());
         short.push(if left >= demand.gpu_micro() { Shortage::Fragmentation } else { Shortage::Gpu });
     }
-    if now.cpu == fits {
+    if demand.cpu_milli() > 0 && u64::from(now.cpu) == tokens {
         short.push(Shortage::Cpu);
     }
-    if now.memory == fits {
+    if demand.memory_mib() > 0 && u64::from(now.memory) == tokens {
         short.push(Shortage::Memory);
     }
     short
+}
+
+/// Which named resources hold no more than the `tokens` that fit, and which labels are lacking.
+fn limits_of_extras(extras: &Extras, labels: &Labels, free: &Amounts, tokens: u64) -> Vec<Shortage> {
+    let named = extras.named_fits(free).filter(|&(_, fits)| u64::from(fits) == tokens);
+    let named = named.map(|(name, _)| Shortage::Named(name.clone()));
+    let lacking = extras.lacking(labels).map(|(key, value)| Shortage::Label(key.clone(), value.clone()));
+    named.chain(lacking).collect()
 }

@@ -7,18 +7,22 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use crate::extras::Wanted;
 use crate::node::Supply;
-use crate::shape::Shape;
+use crate::shape::UNLIMITED;
 
 /// What `max_tokens_for` answers for a demand that takes no room.
 pub const UNLIMITED_TOKENS: u64 = i64::MAX as u64;
+
+/// Demands whose capacity is remembered at once.
+const MAX_CAPACITIES: usize = 1_024;
 
 /// How many nodes there are of each supply, those that take no tokens left out.
 #[derive(Debug, Default)]
 pub(crate) struct Layout {
     pub(crate) version: u64,
     supplies: HashMap<Supply, u64>,
-    capacities: RwLock<HashMap<Shape, u64>>,
+    capacities: RwLock<HashMap<Wanted, u64>>,
 }
 
 impl Layout {
@@ -31,53 +35,59 @@ impl Layout {
     }
 
     /// The next version, with one more (or one less) node of a supply.
-    pub(crate) fn next(&self, supply: Supply, is_added: bool) -> Self {
+    pub(crate) fn next(&self, supply: &Supply, is_added: bool) -> Self {
         let mut supplies = self.supplies.clone();
-        let count = supplies.entry(supply).or_insert(0);
+        let count = supplies.entry(supply.clone()).or_insert(0);
         *count = if is_added { *count + 1 } else { count.saturating_sub(1) };
         supplies.retain(|_, count| *count > 0);
         Self { version: self.version + 1, supplies, capacities: RwLock::default() }
     }
 
-    /// Tokens of a shape that the empty pool holds; [`UNLIMITED_TOKENS`] when they take no room.
-    pub(crate) fn capacity(&self, shape: Shape) -> u64 {
-        let known = self.capacities.read().unwrap_or_else(PoisonError::into_inner).get(&shape).copied();
+    /// Tokens of a demand that the empty pool holds; [`UNLIMITED_TOKENS`] when they take no room.
+    pub(crate) fn capacity(&self, wanted: Wanted) -> u64 {
+        let known = self.capacities.read().unwrap_or_else(PoisonError::into_inner).get(&wanted).copied();
         known.unwrap_or_else(|| {
-            let counted = self.count(shape);
+            let counted = self.count(&wanted);
             let mut capacities = self.capacities.write().unwrap_or_else(PoisonError::into_inner);
-            // Shapes come from clients: a bound keeps them from growing the cache for ever.
-            if capacities.len() >= 1_024 {
+            // Demands come from clients: a bound keeps them from growing the cache for ever.
+            if capacities.len() >= MAX_CAPACITIES {
                 capacities.clear();
             }
-            capacities.insert(shape, counted);
+            capacities.insert(wanted, counted);
             counted
         })
     }
 
-    fn count(&self, shape: Shape) -> u64 {
-        if shape.is_nothing() {
-            return if self.supplies.is_empty() { 0 } else { UNLIMITED_TOKENS };
+    fn count(&self, wanted: &Wanted) -> u64 {
+        let Wanted { shape, extras } = wanted;
+        let by_extras = |supply: &Supply| {
+            extras.as_ref().map_or(UNLIMITED, |extras| extras.fits_empty(supply.extras.as_ref()))
+        };
+        if wanted.takes_nothing() {
+            let fits_somewhere = self.supplies.keys().any(|supply| by_extras(supply) > 0);
+            return if fits_somewhere { UNLIMITED_TOKENS } else { 0 };
         }
-        self.supplies.iter().map(|(&supply, nodes)| u64::from(shape.fits_empty(supply).all()) * nodes).sum()
+        let fits = |supply: &Supply| u64::from(shape.fits_empty(supply).all().min(by_extras(supply)));
+        self.supplies.iter().map(|(supply, nodes)| fits(supply) * nodes).sum()
     }
 }
 
-/// How many tokens of each shape in use fit now, for readers that find the pool's lock taken.
+/// How many tokens of each demand in use fit now, for readers that find the pool's lock taken.
 #[derive(Debug, Default)]
-pub(crate) struct FreeCounts(RwLock<HashMap<Shape, Arc<AtomicU64>>>);
+pub(crate) struct FreeCounts(RwLock<HashMap<Wanted, Arc<AtomicU64>>>);
 
 impl FreeCounts {
-    /// The count that was last known, of a shape that is in use.
-    pub(crate) fn get(&self, shape: Shape) -> Option<u64> {
+    /// The count that was last known, of a demand that is in use.
+    pub(crate) fn get(&self, wanted: &Wanted) -> Option<u64> {
         let counts = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        counts.get(&shape).map(|free| free.load(Ordering::Relaxed))
+        counts.get(wanted).map(|free| free.load(Ordering::Relaxed))
     }
 
-    pub(crate) fn insert(&self, shape: Shape, free: Arc<AtomicU64>) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).insert(shape, free);
+    pub(crate) fn insert(&self, wanted: Wanted, free: Arc<AtomicU64>) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).insert(wanted, free);
     }
 
-    pub(crate) fn remove(&self, shape: Shape) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).remove(&shape);
+    pub(crate) fn remove(&self, wanted: &Wanted) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).remove(wanted);
     }
 }

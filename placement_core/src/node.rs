@@ -1,12 +1,13 @@
-//! Nodes: how they are described, what is free on them, and how a list of them is checked.
+//! Nodes as a pool keeps them: what never changes, what they supply, and what is free on them.
 //!
 //! Invariants of [`NodeState`]: `room.gpu_micro` is the sum of the slots; a slot has at most [`WHOLE_GPU_MICRO`] free; slots
 //! past `slot_count` have 0, so that nothing ever fits there; free never exceeds the supply the node was made with.
 
-use std::collections::HashSet;
+use std::sync::Arc;
 
 use crate::amount::{WHOLE_GPU_MICRO, memory_mib, milli_cpu};
-use crate::error::{NodeFault, PlacementError};
+use crate::extras::Extras;
+use crate::node_spec::NodeSpec;
 
 /// GPUs a node can have: a token names its GPUs by a bit mask of this width.
 pub const MAX_GPUS_PER_NODE: usize = 64;
@@ -14,70 +15,6 @@ pub const MAX_GPUS_PER_NODE: usize = 64;
 /// Slots kept in the same cache line as the rest of the node.
 const NEAR_SLOTS: usize = 8;
 const FAR_SLOTS: usize = MAX_GPUS_PER_NODE - NEAR_SLOTS;
-
-/// A node as it is described: its name (usually an address), GPU ids, CPU cores and GiB of memory.
-#[derive(Debug, Clone, PartialEq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[non_exhaustive]
-pub struct NodeSpec {
-    /// Unique name within the pool.
-    pub name: String,
-    /// Ids of the GPUs; none for a node without.
-    pub gpu_ids: Vec<i64>,
-    /// CPU cores.
-    pub cpu: f64,
-    /// Memory in GiB.
-    pub memory_gb: f64,
-}
-
-impl NodeSpec {
-    /// A node's description. It is checked when it enters a pool, or by [`check_nodes`].
-    #[must_use]
-    pub fn new(name: impl Into<String>, gpu_ids: impl Into<Vec<i64>>, cpu: f64, memory_gb: f64) -> Self {
-        Self { name: name.into(), gpu_ids: gpu_ids.into(), cpu, memory_gb }
-    }
-}
-
-/// Every fault in a list of nodes: names that are empty or repeated, GPU ids that are negative, repeated or too many,
-/// and supplies that are no amounts. An empty list means that a pool can be made of them.
-#[must_use]
-pub fn check_nodes(nodes: &[NodeSpec]) -> Vec<NodeFault> {
-    let mut names = HashSet::new();
-    let mut faults = Vec::new();
-    for (index, node) in nodes.iter().enumerate() {
-        let mut fault = |field, description: String| {
-            faults.push(NodeFault { index, node: node.name.clone(), field, description });
-        };
-        if node.name.is_empty() {
-            fault("node_ip", "must not be empty".into());
-        } else if !names.insert(node.name.as_str()) {
-            fault("node_ip", "is given twice".into());
-        }
-        if node.gpu_ids.len() > MAX_GPUS_PER_NODE {
-            fault("gpus", format!("has {} GPUs, at most {MAX_GPUS_PER_NODE} can be", node.gpu_ids.len()));
-        }
-        let mut ids = HashSet::new();
-        for &id in &node.gpu_ids {
-            if !(0..=i64::from(u32::MAX)).contains(&id) {
-                fault("gpus", format!("has the id {id}, which must be from 0 to {}", u32::MAX));
-            } else if !ids.insert(id) {
-                fault("gpus", format!("has the id {id} more than once"));
-            }
-        }
-        for (field, amount) in [("cpu", milli_cpu(node.cpu)), ("memory_gb", memory_mib(node.memory_gb))] {
-            match amount {
-                Ok(units) if units > u64::from(u32::MAX) => {
-                    fault(field, "is larger than what can be counted".into());
-                }
-                Err(PlacementError::InvalidAmount { value, fault: what, .. }) => {
-                    fault(field, format!("{value} {what}"));
-                }
-                _ => {}
-            }
-        }
-    }
-    faults
-}
 
 /// What never changes about a node and outlives it, so that tokens stay readable after it is gone.
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -112,11 +49,12 @@ impl NodeInfo {
 }
 
 /// What a node supplies when nothing is placed on it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Supply {
     pub(crate) gpus: u32,
     pub(crate) cpu_milli: u32,
     pub(crate) memory_mib: u32,
+    pub(crate) extras: Option<Arc<Extras>>,
 }
 
 impl Supply {
@@ -127,6 +65,14 @@ impl Supply {
             gpus: spec.gpu_ids.len() as u32,
             cpu_milli: narrow(milli_cpu(spec.cpu)).unwrap_or(0),
             memory_mib: narrow(memory_mib(spec.memory_gb)).unwrap_or(0),
+            extras: Extras::shared(
+                spec.named
+                    .iter()
+                    .filter(|&(_, &count)| count > 0)
+                    .map(|(name, &count)| (name.clone(), count))
+                    .collect(),
+                spec.labels.clone(),
+            ),
         }
     }
 }
@@ -170,20 +116,17 @@ pub(crate) struct NodeState {
     pub(crate) info: u32,
     pub(crate) slot_count: u8,
     pub(crate) phase: Phase,
-    near: [u32; NEAR_SLOTS],
-    far: Option<Box<[u32; FAR_SLOTS]>>,
+    /// Each slot with what is free on it. One number holds both, so that the tightest is simply the least.
+    near: [Tightness; NEAR_SLOTS],
+    far: Option<Box<[Tightness; FAR_SLOTS]>>,
 }
 
 impl NodeState {
-    pub(crate) fn empty(supply: Supply, info: u32, phase: Phase) -> Self {
+    pub(crate) fn empty(supply: &Supply, info: u32, phase: Phase) -> Self {
         let gpus = supply.gpus as usize;
-        let mut near = [0; NEAR_SLOTS];
-        near[..gpus.min(NEAR_SLOTS)].fill(WHOLE_GPU_MICRO);
-        let far = (gpus > NEAR_SLOTS).then(|| {
-            let mut far = Box::new([0; FAR_SLOTS]);
-            far[..gpus - NEAR_SLOTS].fill(WHOLE_GPU_MICRO);
-            far
-        });
+        let slot = |at: usize| Tightness::new(if at < gpus { WHOLE_GPU_MICRO } else { 0 }, at as u32);
+        let near = std::array::from_fn(slot);
+        let far = (gpus > NEAR_SLOTS).then(|| Box::new(std::array::from_fn(|at| slot(NEAR_SLOTS + at))));
         let room = Room {
             gpu_micro: supply.gpus * WHOLE_GPU_MICRO,
             cpu_milli: supply.cpu_milli,
@@ -195,33 +138,22 @@ impl NodeState {
     /// Free micro-GPU of each GPU, ascending by id.
     pub(crate) fn slots(&self) -> impl Iterator<Item = u32> + '_ {
         let far = self.far.as_deref().map_or(&[][..], |slots| &slots[..]);
-        self.near.iter().chain(far).take(usize::from(self.slot_count)).copied()
+        self.near.iter().chain(far).take(usize::from(self.slot_count)).map(|slot| slot.free())
     }
 
     /// The slot that best fit prefers of those that hold `share`: [`Tightness::NONE`] if none does.
     pub(crate) fn tightest(&self, share: u32) -> Tightness {
-        self.tightest_but(NO_SLOT, share)
+        self.tightest_from(Tightness::new(share, 0))
     }
 
-    /// The same, one slot left out.
+    /// The tightest slot that is no tighter than `least`.
     #[inline(never)]
-    pub(crate) fn tightest_but(&self, left_out: u32, share: u32) -> Tightness {
-        let mut least = least_surplus(&self.near, share, 0, left_out);
-        if let Some(far) = &self.far {
-            least = least.min(least_surplus(&far[..], share, NEAR_SLOTS as u32, left_out));
+    pub(crate) fn tightest_from(&self, least: Tightness) -> Tightness {
+        let near = first_from(&self.near, least);
+        match &self.far {
+            None => near,
+            Some(far) => near.min(tightest_far(far.as_chunks().0, least)),
         }
-        // A surplus is below 2^20, so that of a slot that fits stays below this; a negative one wraps to above it.
-        if least < 1 << (20 + Tightness::SLOT_BITS) {
-            Tightness(least + (share << Tightness::SLOT_BITS))
-        } else {
-            Tightness::NONE
-        }
-    }
-
-    /// How tight one slot is.
-    #[inline]
-    pub(crate) fn tightness(&self, slot: u32) -> Tightness {
-        if slot == NO_SLOT { Tightness::NONE } else { Tightness::new(self.free(slot), slot) }
     }
 
     /// The `count` lowest slots that are entirely free, as a mask.
@@ -240,30 +172,44 @@ impl NodeState {
         (missing == 0).then_some(mask)
     }
 
+    /// One slot, which the node must have.
     #[inline]
-    pub(crate) fn slot_mut(&mut self, slot: u32) -> Option<&mut u32> {
-        let slot = slot as usize;
-        if slot < NEAR_SLOTS {
-            return Some(&mut self.near[slot]);
+    pub(crate) fn slot(&self, slot: u32) -> Tightness {
+        let at = slot as usize;
+        if at < NEAR_SLOTS {
+            return self.near[at];
         }
-        self.far.as_deref_mut().and_then(|far| far.get_mut(slot - NEAR_SLOTS))
+        let far = self.far.as_deref().and_then(|far| far.get(at - NEAR_SLOTS));
+        far.copied().unwrap_or(Tightness::new(0, slot))
     }
 
-    /// Free micro-GPU of one slot; 0 for a slot that is none.
+    /// Changes what is free on one slot.
     #[inline]
-    pub(crate) fn free(&self, slot: u32) -> u32 {
-        let slot = slot as usize;
-        if slot < NEAR_SLOTS {
-            return self.near[slot];
+    pub(crate) fn set(&mut self, slot: Tightness) {
+        let at = slot.slot() as usize;
+        if at < NEAR_SLOTS {
+            self.near[at] = slot;
+        } else if let Some(place) = self.far.as_deref_mut().and_then(|far| far.get_mut(at - NEAR_SLOTS)) {
+            *place = slot;
         }
-        self.far.as_deref().and_then(|far| far.get(slot - NEAR_SLOTS)).copied().unwrap_or(0)
     }
 
+    /// Takes what a token takes off the node as a whole. Its GPUs are taken apart from this.
     #[inline]
-    pub(crate) fn set_free(&mut self, slot: u32, free: u32) {
-        if let Some(place) = self.slot_mut(slot) {
-            *place = free;
-        }
+    pub(crate) fn take(&mut self, room: Room) {
+        self.room.gpu_micro -= room.gpu_micro;
+        self.room.cpu_milli -= room.cpu_milli;
+        self.room.memory_mib -= room.memory_mib;
+        self.tokens += 1;
+    }
+
+    /// Undoes [`Self::take`].
+    #[inline]
+    pub(crate) fn give_back(&mut self, room: Room) {
+        self.room.gpu_micro += room.gpu_micro;
+        self.room.cpu_milli += room.cpu_milli;
+        self.room.memory_mib += room.memory_mib;
+        self.tokens -= 1;
     }
 
     /// Whether the node was only waiting for its last token.
@@ -272,46 +218,67 @@ impl NodeState {
     }
 }
 
-/// The lowest slot of a mask of slots.
-#[inline]
-pub(crate) fn lowest_slot(gpus: u64) -> u32 {
-    // Never 0 for the compiler, which then needs no care for it; the topmost slot is the lowest when it is the only one.
-    (gpus | 1 << (MAX_GPUS_PER_NODE - 1)).trailing_zeros()
-}
-
-/// Stands for no slot.
-pub(crate) const NO_SLOT: u32 = MAX_GPUS_PER_NODE as u32;
-
 /// A slot in the order of best fit, as one number: the less is free the better, of equals the lower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Tightness(u32);
 
 impl Tightness {
-    const SLOT_BITS: u32 = MAX_GPUS_PER_NODE.ilog2();
+    // One more than the slots need, so that no slot is that of `NONE`.
+    const SLOT_BITS: u32 = MAX_GPUS_PER_NODE.ilog2() + 1;
     /// No slot: worse than any.
-    pub(crate) const NONE: Self = Self(u32::MAX);
+    pub(crate) const NONE: Self = Self(i32::MAX as u32);
 
     #[inline]
     pub(crate) const fn new(free: u32, slot: u32) -> Self {
-        // At most 10^6 is free, which leaves room for the slot.
+        // At most 10^6 is free, which leaves room for the slot, and for a share more.
         Self(free << Self::SLOT_BITS | slot)
     }
 
     #[inline]
     pub(crate) const fn slot(self) -> u32 {
-        if self.0 == Self::NONE.0 { NO_SLOT } else { self.0 % (1 << Self::SLOT_BITS) }
+        self.0 % (1 << Self::SLOT_BITS)
+    }
+
+    #[inline]
+    pub(crate) const fn free(self) -> u32 {
+        self.0 >> Self::SLOT_BITS
+    }
+
+    /// The same slot with less free.
+    #[inline]
+    pub(crate) const fn less(self, share: u32) -> Self {
+        Self(self.0 - (share << Self::SLOT_BITS))
+    }
+
+    /// The same slot with more free.
+    #[inline]
+    pub(crate) const fn more(self, share: u32) -> Self {
+        Self(self.0 + (share << Self::SLOT_BITS))
+    }
+
+    /// The least that any other slot can be which is not as tight.
+    #[inline]
+    pub(crate) const fn next(self) -> Self {
+        Self(self.0 + 1)
     }
 }
 
-/// Least (surplus over the share, slot) of a run of slots as one number, so that the search has no branch.
+/// The tightest of eight slots that is no tighter than `least`.
 #[inline]
-fn least_surplus(slots: &[u32], share: u32, first_slot: u32, left_out: u32) -> u32 {
-    let mut least = u32::MAX;
-    for (slot, &free) in (first_slot..).zip(slots) {
-        let here = free.wrapping_sub(share) << Tightness::SLOT_BITS | slot;
-        least = least.min(if slot == left_out { u32::MAX } else { here });
-    }
-    least
+fn first_from(slots: &[Tightness; NEAR_SLOTS], least: Tightness) -> Tightness {
+    // What is below `least` wraps to the far end of the numbers. These are signed and begin at the lowest one, because
+    // that is what the vector instructions of every x86-64 compare; there is no branch.
+    let origin = least.0 ^ 1 << 31;
+    let place = |at: usize| slots[at].0.wrapping_sub(origin).cast_signed();
+    let four: [i32; 4] = std::array::from_fn(|at| place(at).min(place(at + 4)));
+    let first = four[0].min(four[2]).min(four[1].min(four[3]));
+    if first < 0 { Tightness(first.cast_unsigned().wrapping_add(origin)) } else { Tightness::NONE }
+}
+
+#[cold]
+#[inline(never)]
+fn tightest_far(far: &[[Tightness; NEAR_SLOTS]], least: Tightness) -> Tightness {
+    far.iter().map(|slots| first_from(slots, least)).min().unwrap_or(Tightness::NONE)
 }
 
 #[cfg(test)]
@@ -326,41 +293,19 @@ mod tests {
     #[test]
     fn best_fit_prefers_the_tightest_then_the_lowest() {
         let best_fit = |node: &NodeState, share| node.tightest(share).slot();
-        let supply = Supply { gpus: 12, cpu_milli: 0, memory_mib: 0 };
-        let mut node = NodeState::empty(supply, 0, Phase::Active);
+        let supply = Supply { gpus: 12, ..Supply::default() };
+        let mut node = NodeState::empty(&supply, 0, Phase::Active);
         assert_eq!(best_fit(&node, 1), 0);
-        *node.slot_mut(10).unwrap() = 400_000;
-        *node.slot_mut(11).unwrap() = 400_000;
-        *node.slot_mut(3).unwrap() = 300_000;
+        node.set(Tightness::new(400_000, 10));
+        node.set(Tightness::new(400_000, 11));
+        node.set(Tightness::new(300_000, 3));
         assert_eq!(best_fit(&node, 300_001), 10);
         assert_eq!(best_fit(&node, 300_000), 3);
         assert_eq!(best_fit(&node, 400_001), 0);
-        assert_eq!(best_fit(&node, WHOLE_GPU_MICRO + 1), NO_SLOT);
-        assert_eq!(node.tightest(300_001), node.tightness(10));
-        assert_eq!(node.tightest_but(10, 300_001), node.tightness(11));
+        assert_eq!(node.tightest(WHOLE_GPU_MICRO + 1), Tightness::NONE);
+        assert_eq!(node.tightest(300_001), node.slot(10));
+        assert_eq!(node.tightest_from(node.slot(10).next()), node.slot(11));
         assert_eq!(node.lowest_whole(4), Some(0b1_0111));
         assert_eq!(node.lowest_whole(10), None);
-    }
-
-    #[test]
-    fn all_faults_are_found_at_once() {
-        let nodes = [
-            NodeSpec::new("a", [0, 0, -1], f64::NAN, -1.0),
-            NodeSpec::new("a", [], 1.0, 1e300),
-            NodeSpec::new("", (0..65).collect::<Vec<_>>(), 5e6, 1.0),
-        ];
-        let fields: Vec<_> = check_nodes(&nodes).iter().map(|fault| (fault.index, fault.field)).collect();
-        let expected = [
-            (0, "gpus"),
-            (0, "gpus"),
-            (0, "cpu"),
-            (0, "memory_gb"),
-            (1, "node_ip"),
-            (1, "memory_gb"),
-            (2, "node_ip"),
-            (2, "gpus"),
-            (2, "cpu"),
-        ];
-        assert_eq!(fields, expected);
     }
 }

@@ -7,15 +7,17 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::adopt::{first_without_room, locate};
 use crate::error::{PlacementError, Result};
 use crate::explain::{Explanation, NodeUsage, explain_nodes, usage_of};
+use crate::extras::{Extras, Wanted, takes_nothing};
 use crate::handle::Handle;
 use crate::layout::{FreeCounts, Layout, UNLIMITED_TOKENS};
-use crate::node::{NodeInfo, NodeSpec, Phase, Supply, check_nodes};
-use crate::resource::{Budget, Demand, GpuDemand};
-use crate::shape::Shape;
+use crate::node::{NodeInfo, Phase, Supply};
+use crate::node_spec::{NodeSpec, check_nodes};
+use crate::resource::{Budget, Demand};
 use crate::state::{NO_INDEX, State};
-use crate::token::{Held, Lease, Placement, Tokens};
+use crate::token::{Lease, Placement, Tokens};
 
 /// Tokens that one lease can hold.
 pub const MAX_LEASE_TOKENS: u64 = 1 << 24;
@@ -49,7 +51,7 @@ impl Open {
         Arc::clone(&self.layout.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn change_layout(&self, supply: Supply, is_added: bool) {
+    fn change_layout(&self, supply: &Supply, is_added: bool) {
         let mut layout = self.layout.write().unwrap_or_else(PoisonError::into_inner);
         *layout = Arc::new(layout.next(supply, is_added));
     }
@@ -164,22 +166,37 @@ impl Pool {
         if !(1..=MAX_LEASE_TOKENS).contains(&count) {
             return Err(PlacementError::InvalidTokenCount { asked: count, limit: MAX_LEASE_TOKENS });
         }
-        let Some(shape) = Shape::of(per_sample) else { return Ok(None) };
         let count = count as usize;
+        let Some(shape) = per_sample.plain() else { return Ok(self.try_acquire_rare(per_sample, count)) };
         let mut state = self.shared.lock();
-        let taken =
-            if shape.is_nothing() { state.acquire_nothing(count) } else { state.acquire(shape, count) };
-        let Some((by, tokens)) = taken else { return Ok(None) };
+        let Some((by, tokens)) = state.acquire(shape, count) else { return Ok(None) };
         let owner = self.shared.clone();
         drop(state);
         Ok(Some(Lease::new(owner, per_sample, shape, by, tokens)))
+    }
+
+    /// The same for demands that have extras, take no room, or more than any node could have.
+    #[inline(never)]
+    fn try_acquire_rare(&self, per_sample: &Demand, count: usize) -> Option<Lease> {
+        let shape = per_sample.shape()?;
+        let mut state = self.shared.lock();
+        let extras = per_sample.extras();
+        let (by, tokens) = if takes_nothing(shape, extras) {
+            state.acquire_nothing(extras, count)?
+        } else {
+            state.acquire_with_extras(shape, extras?, count)?
+        };
+        let owner = self.shared.clone();
+        drop(state);
+        Some(Lease::new(owner, per_sample, shape, by, tokens).with_extras_of(per_sample))
     }
 
     /// Takes room that is already in use, as [`Lease::placements`] recorded it, on draining nodes too: all or none.
     ///
     /// # Errors
     /// [`PlacementError::InvalidTokenCount`] for no placements or too many; [`PlacementError::CannotAdopt`] for the
-    /// first placement whose node or GPU is unknown, whose GPUs are not what `per_sample` takes, or whose room is taken.
+    /// first placement whose node or GPU is unknown, whose node lacks a required label, whose GPUs are not what
+    /// `per_sample` takes, or whose room is taken.
     pub fn adopt(&self, per_sample: &Demand, placements: &[Placement]) -> Result<Lease> {
         let count = placements.len() as u64;
         if !(1..=MAX_LEASE_TOKENS).contains(&count) {
@@ -188,22 +205,23 @@ impl Pool {
         let cannot = |index: usize, reason: &str| {
             Err(PlacementError::CannotAdopt { index, reason: reason.to_string() })
         };
-        let Some(shape) = Shape::of(per_sample) else { return cannot(0, "no node can hold its demand") };
+        let Some(shape) = per_sample.shape() else { return cannot(0, "no node can hold its demand") };
+        let extras = Extras::of(per_sample.extras());
         let mut state = self.shared.lock();
         let mut tokens = Vec::with_capacity(placements.len());
         for (index, placement) in placements.iter().enumerate() {
-            match locate(&state, per_sample, placement) {
+            match locate(&state, shape, extras, placement) {
                 Ok(token) => tokens.push(token),
                 Err(reason) => return cannot(index, &reason),
             }
         }
-        if let Some(index) = first_without_room(&state, shape, &tokens) {
+        if let Some(index) = first_without_room(&state, shape, extras, &tokens) {
             return cannot(index, "its room is taken");
         }
-        state.acquire_here(shape, &tokens);
+        state.acquire_here(shape, extras, &tokens);
         let owner = self.shared.clone();
         drop(state);
-        Ok(Lease::new(owner, per_sample, shape, NO_INDEX, Tokens::Many(tokens)))
+        Ok(Lease::new(owner, per_sample, shape, NO_INDEX, Tokens::Many(tokens)).with_extras_of(per_sample))
     }
 
     /// Tokens of this demand that the pool holds when empty, nodes that take none left out: exactly what placing one
@@ -211,7 +229,8 @@ impl Pool {
     /// pool's lock.
     #[must_use]
     pub fn max_tokens_for(&self, per_sample: &Demand) -> u64 {
-        Shape::of(per_sample).map_or(0, |shape| self.shared.layout().capacity(shape))
+        let wanted = |shape| Wanted::new(shape, per_sample.extras());
+        per_sample.shape().map_or(0, |shape| self.shared.layout().capacity(wanted(shape)))
     }
 
     /// Tokens of this demand that fit now. Never waits for an acquire or a release: while one is under way in another
@@ -219,14 +238,22 @@ impl Pool {
     /// that is not [in use](crate#cost) may wait.
     #[must_use]
     pub fn free_tokens_for(&self, per_sample: &Demand) -> u64 {
-        let Some(shape) = Shape::of(per_sample) else { return 0 };
-        if shape.is_nothing() {
+        // The common case, without a look at anything else.
+        if let Some(shape) = per_sample.plain()
+            && let Some(mut state) = self.shared.try_lock()
+        {
+            return state.free_tokens(shape, None);
+        }
+        let Some(shape) = per_sample.shape() else { return 0 };
+        let extras = per_sample.extras();
+        if takes_nothing(shape, extras) {
             return self.max_tokens_for(per_sample).min(UNLIMITED_TOKENS);
         }
         if let Some(mut state) = self.shared.try_lock() {
-            return state.free_tokens(shape);
+            return state.free_tokens(shape, extras);
         }
-        self.shared.counts.get(shape).unwrap_or_else(|| self.shared.lock().free_tokens(shape))
+        let counted = self.shared.counts.get(&Wanted::new(shape, extras));
+        counted.unwrap_or_else(|| self.shared.lock().free_tokens(shape, extras))
     }
 
     /// Why `count` tokens of this demand fit or do not: per node, how many fit and what is short.
@@ -257,8 +284,8 @@ impl Pool {
             return Err(PlacementError::DuplicateNode(spec.name.clone()));
         }
         let supply = Supply::of(spec);
-        state.add(Arc::new(NodeInfo::of(spec)), supply, &mut self.shared.infos_mut());
-        self.shared.change_layout(supply, true);
+        state.add(Arc::new(NodeInfo::of(spec)), supply.clone(), &mut self.shared.infos_mut());
+        self.shared.change_layout(&supply, true);
         self.shared.announce(&mut state);
         Ok(())
     }
@@ -294,13 +321,13 @@ impl Pool {
         let Some(&position) = state.names.get(name) else {
             return Err(PlacementError::UnknownNode(name.to_string()));
         };
-        let supply = state.tenants[position as usize].supply;
+        let supply = state.tenants[position as usize].supply.clone();
         let was_active = state.nodes[position as usize].phase == Phase::Active;
         let is_active = phase == Phase::Active;
         let is_empty = state.nodes[position as usize].tokens == 0;
         state.set_phase(position, phase);
         if was_active != is_active {
-            self.shared.change_layout(supply, is_active);
+            self.shared.change_layout(&supply, is_active);
         }
         if is_active {
             self.shared.announce(&mut state);
@@ -339,37 +366,4 @@ impl Pool {
         state.waiters -= 1;
         state.releases
     }
-}
-
-/// The first token for which, the ones before it counted, there is no room.
-fn first_without_room(state: &State, shape: Shape, tokens: &[Held]) -> Option<usize> {
-    let mut tried = std::collections::HashMap::new();
-    tokens.iter().position(|token| {
-        let node = tried.entry(token.node()).or_insert_with(|| state.nodes[token.node() as usize].clone());
-        let has_room = shape.has_room_on(node, token.gpus);
-        if has_room {
-            shape.place_on(node, token.gpus);
-        }
-        !has_room
-    })
-}
-
-/// The token that a recorded placement stands for, whether or not its room is free.
-fn locate(state: &State, demand: &Demand, placement: &Placement) -> Result<Held, String> {
-    let node = *state.names.get(&placement.node).ok_or(format!("no node '{}'", placement.node))?;
-    let info = &state.tenants[node as usize].info;
-    let mut gpus = 0_u64;
-    for &id in &placement.gpu_ids {
-        let slot = info.slot_of(id).ok_or(format!("no GPU {id} on '{}'", placement.node))?;
-        gpus |= 1 << slot;
-    }
-    let expected = match demand.gpu() {
-        GpuDemand::None => 0,
-        GpuDemand::Share(_) => 1,
-        GpuDemand::Whole(gpus) => gpus,
-    };
-    if u64::from(gpus.count_ones()) != expected || placement.gpu_ids.len() as u64 != expected {
-        return Err(format!("has {} GPUs, its demand takes {expected}", placement.gpu_ids.len()));
-    }
-    Ok(Held::new(node, state.nodes[node as usize].info, gpus))
 }

@@ -5,8 +5,11 @@
 //! and for memory alike. So how many tokens fit in the pool is kept by counting, and a batch is refused before
 //! anything is touched.
 
+use std::sync::Arc;
+
 use crate::amount::WHOLE_GPU_MICRO;
-use crate::node::{NodeState, Phase, Supply};
+use crate::extras::Extras;
+use crate::node::{NodeState, Phase, Room, Supply, Tightness};
 use crate::resource::{Demand, GpuDemand};
 
 /// "No limit" when tokens are counted.
@@ -42,28 +45,28 @@ impl Fits {
 }
 
 impl Shape {
-    /// `None` when no node could ever hold the demand.
-    pub(crate) fn of(demand: &Demand) -> Option<Self> {
-        let gpu = match demand.gpu() {
+    /// `None` when no node could ever hold a demand of these amounts.
+    pub(crate) fn of(gpu: GpuDemand, cpu_milli: u64, memory_mib: u64) -> Option<Self> {
+        let gpu = match gpu {
             GpuDemand::None => GpuShape::None,
             GpuDemand::Share(micro) => GpuShape::Share(micro),
             GpuDemand::Whole(gpus) => GpuShape::Whole(u32::try_from(gpus).ok().filter(|&gpus| gpus <= 64)?),
         };
         Some(Self {
             gpu,
-            cpu_milli: u32::try_from(demand.cpu_milli()).ok()?,
-            memory_mib: u32::try_from(demand.memory_mib()).ok()?,
+            cpu_milli: u32::try_from(cpu_milli).ok()?,
+            memory_mib: u32::try_from(memory_mib).ok()?,
         })
     }
 
     /// The demand that this is the shape of, counting as one sample.
-    pub(crate) fn demand(self) -> Demand {
+    pub(crate) fn demand(self, extras: Option<Arc<Extras>>) -> Demand {
         let gpu = match self.gpu {
             GpuShape::None => GpuDemand::None,
             GpuShape::Share(micro) => GpuDemand::Share(micro),
             GpuShape::Whole(gpus) => GpuDemand::Whole(gpus.into()),
         };
-        Demand::of_units(gpu, self.cpu_milli.into(), self.memory_mib.into())
+        Demand::of_shape(self, gpu, extras)
     }
 
     /// Whether a token takes no room at all.
@@ -80,9 +83,9 @@ impl Shape {
         }
     }
 
-    /// What a token takes, laid out as [`crate::node::Room::key`] is.
-    pub(crate) const fn key_step(self) -> u128 {
-        (self.gpu_micro() as u128) << 64 | (self.cpu_milli as u128) << 32 | self.memory_mib as u128
+    /// What one token takes off a node as a whole.
+    pub(crate) const fn room(self) -> Room {
+        Room { gpu_micro: self.gpu_micro(), cpu_milli: self.cpu_milli, memory_mib: self.memory_mib }
     }
 
     /// How often the shape fits on a node as it is now, whatever the node's phase.
@@ -106,7 +109,7 @@ impl Shape {
     }
 
     /// How often the shape fits on a node of this supply while it is empty.
-    pub(crate) fn fits_empty(self, supply: Supply) -> Fits {
+    pub(crate) fn fits_empty(self, supply: &Supply) -> Fits {
         let gpu = match self.gpu {
             GpuShape::None => UNLIMITED,
             GpuShape::Share(share) => supply.gpus * (WHOLE_GPU_MICRO / share),
@@ -123,16 +126,33 @@ impl Shape {
         }
     }
 
-    /// The slots that a token gets on a node that it fits on.
+    /// A token's GPUs, as a token keeps them, from a mask of slots.
+    pub(crate) const fn gpus(self, slots: u64) -> u64 {
+        match self.gpu {
+            GpuShape::Share(_) => slots.trailing_zeros() as u64,
+            _ => slots,
+        }
+    }
+
+    /// Undoes [`Self::gpus`].
+    pub(crate) const fn slots(self, gpus: u64) -> u64 {
+        match self.gpu {
+            GpuShape::Share(_) => 1 << gpus,
+            _ => gpus,
+        }
+    }
+
+    /// The slots of a token of no or whole GPUs on a node that it fits on.
     #[inline]
-    pub(crate) fn choose(self, node: &NodeState) -> u64 {
-        let gpus = match self.gpu {
-            GpuShape::None => 0,
-            GpuShape::Share(share) => 1_u64.checked_shl(node.tightest(share).slot()).unwrap_or(0),
-            GpuShape::Whole(gpus) => node.lowest_whole(gpus).unwrap_or(0),
-        };
-        debug_assert!(self.gpu == GpuShape::None || gpus != 0, "placed where it does not fit");
-        gpus
+    pub(crate) fn choose_whole(self, node: &NodeState) -> u64 {
+        match self.gpu {
+            GpuShape::Whole(gpus) => {
+                let slots = node.lowest_whole(gpus);
+                debug_assert!(slots.is_some(), "placed where it does not fit");
+                slots.unwrap_or(0)
+            }
+            _ => 0,
+        }
     }
 
     /// Whether one token fits on given slots of a node.
@@ -142,57 +162,39 @@ impl Shape {
             GpuShape::Share(share) => share,
             GpuShape::Whole(_) => WHOLE_GPU_MICRO,
         };
-        let slots_hold = (0..64).filter(|slot| gpus >> slot & 1 == 1).all(|slot| node.free(slot) >= part);
+        let slots = self.slots(gpus);
+        let slots_hold =
+            (0..64).filter(|slot| slots >> slot & 1 == 1).all(|slot| node.slot(slot).free() >= part);
         slots_hold && node.room.cpu_milli >= self.cpu_milli && node.room.memory_mib >= self.memory_mib
     }
 
     /// Takes one token off given slots of a node.
     pub(crate) fn place_on(self, node: &mut NodeState, gpus: u64) {
         self.take_gpus(node, gpus);
-        self.take_rest(node);
+        node.take(self.room());
     }
 
     /// Gives one token back.
     pub(crate) fn restore(self, node: &mut NodeState, gpus: u64) {
         self.return_gpus(node, gpus);
-        self.return_rest(node);
+        node.give_back(self.room());
     }
 
     /// Takes one token off given slots, which is a part of taking it off the node.
     pub(crate) fn take_gpus(self, node: &mut NodeState, gpus: u64) {
-        self.each_slot(node, gpus, |free, part| *free -= part);
+        self.each_slot(node, gpus, Tightness::less);
     }
 
     /// Undoes [`Self::take_gpus`].
     pub(crate) fn return_gpus(self, node: &mut NodeState, gpus: u64) {
-        self.each_slot(node, gpus, |free, part| *free += part);
+        self.each_slot(node, gpus, Tightness::more);
     }
 
-    /// The other part: what a token takes off the node as a whole.
-    #[inline]
-    pub(crate) fn take_rest(self, node: &mut NodeState) {
-        node.room.gpu_micro -= self.gpu_micro();
-        node.room.cpu_milli -= self.cpu_milli;
-        node.room.memory_mib -= self.memory_mib;
-        node.tokens += 1;
-    }
-
-    /// Undoes [`Self::take_rest`].
-    #[inline]
-    pub(crate) fn return_rest(self, node: &mut NodeState) {
-        node.room.gpu_micro += self.gpu_micro();
-        node.room.cpu_milli += self.cpu_milli;
-        node.room.memory_mib += self.memory_mib;
-        node.tokens -= 1;
-    }
-
-    fn each_slot(self, node: &mut NodeState, gpus: u64, change: impl Fn(&mut u32, u32)) {
+    fn each_slot(self, node: &mut NodeState, gpus: u64, change: impl Fn(Tightness, u32) -> Tightness) {
         let part = self.gpu_micro().min(WHOLE_GPU_MICRO);
-        let mut rest = gpus;
+        let mut rest = self.slots(gpus);
         while rest != 0 {
-            if let Some(free) = node.slot_mut(rest.trailing_zeros()) {
-                change(free, part);
-            }
+            node.set(change(node.slot(rest.trailing_zeros()), part));
             rest &= rest - 1;
         }
     }

@@ -1,7 +1,8 @@
 //! What the pool's lock guards: the nodes, one index for each shape in use, and the log that keeps indexes current.
 //!
 //! Invariants: `names` leads to every node that is not vacant, `vacant` lists the others; each change of a node is in
-//! `log` until every index that is not stale has seen it or made it. With one index there is no log.
+//! `log` until every index that is not stale has seen it or made it. With one index there is no log. `latest` is the
+//! position of an index without extras, or of none.
 
 #![allow(clippy::inline_always, reason = "a call would pass what is in registers through memory")]
 
@@ -9,11 +10,14 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use crate::extras::{Extras, NodeExtras, Wanted};
 use crate::index::ShapeIndex;
 use crate::layout::FreeCounts;
 use crate::node::{NodeInfo, NodeState, Phase, Supply};
 use crate::shape::Shape;
 use crate::token::{Held, Tokens};
+
+mod with_extras;
 
 /// Shapes that keep an index; the least recently used one makes room.
 const MAX_INDEXES: usize = 32;
@@ -25,6 +29,8 @@ pub(crate) const NO_INDEX: u32 = u32::MAX;
 pub(crate) struct State {
     pub(crate) nodes: Vec<NodeState>,
     pub(crate) names: HashMap<String, u32>,
+    /// What else the nodes have, and what is free of it.
+    pub(crate) extras: NodeExtras,
     vacant: BTreeSet<u32>,
     /// What `nodes` are when empty, by position.
     pub(crate) tenants: Vec<Tenant>,
@@ -55,6 +61,27 @@ struct UsedIndex {
     /// When another took its place as the latest.
     last_use: u64,
     index: ShapeIndex,
+    /// What else the demand wants.
+    extras: Option<Arc<Extras>>,
+}
+
+impl UsedIndex {
+    fn is_of(&self, shape: Shape, extras: Option<&Arc<Extras>>) -> bool {
+        self.index.shape == shape && self.extras.as_ref() == extras
+    }
+
+    fn wanted(&self) -> Wanted {
+        Wanted::new(self.index.shape, self.extras.as_ref())
+    }
+
+    fn catch_up(&mut self, nodes: &[NodeState], node_extras: &NodeExtras, log: &[u32]) {
+        match &self.extras {
+            None => self.index.catch_up(nodes, log),
+            Some(extras) => {
+                self.index.catch_up_capped(nodes, log, |position| node_extras.fits(position, extras));
+            }
+        }
+    }
 }
 
 impl State {
@@ -102,25 +129,33 @@ impl State {
         self.trim_log();
     }
 
-    /// Takes `count` tokens that take no room: all on the freest node.
-    pub(crate) fn acquire_nothing(&mut self, count: usize) -> Option<(u32, Tokens)> {
-        let active = self.nodes.iter_mut().zip(0_u32..).filter(|(node, _)| node.phase == Phase::Active);
-        let (node, position) = active.min_by_key(|(node, _)| std::cmp::Reverse(node.room.key()))?;
+    /// Takes `count` tokens that take no room: all on the freest node with the labels that are required.
+    pub(crate) fn acquire_nothing(
+        &mut self,
+        extras: Option<&Arc<Extras>>,
+        count: usize,
+    ) -> Option<(u32, Tokens)> {
+        let Self { nodes, extras: node_extras, .. } = self;
+        let extras = Extras::of(extras);
+        let active = nodes.iter_mut().zip(0_u32..).filter(|(node, _)| node.phase == Phase::Active);
+        let fitting = active.filter(|&(_, position)| node_extras.fits(position, extras) > 0);
+        let (node, position) = fitting.min_by_key(|(node, _)| std::cmp::Reverse(node.room.key()))?;
         node.tokens = node.tokens.checked_add(u32::try_from(count).ok()?)?;
         let token = Held::new(position, node.info, 0);
         Some((NO_INDEX, Tokens::Many(vec![token; count])))
     }
 
     /// Takes given tokens; the caller has checked that they fit.
-    pub(crate) fn acquire_here(&mut self, shape: Shape, tokens: &[Held]) {
+    pub(crate) fn acquire_here(&mut self, shape: Shape, extras: &Extras, tokens: &[Held]) {
         for token in tokens {
             shape.place_on(&mut self.nodes[token.node() as usize], token.gpus);
+            self.extras.take(token.node(), extras);
             self.log.push(token.node());
         }
         self.trim_log();
     }
 
-    /// Gives tokens back that the index `by` placed.
+    /// Gives tokens back that the index `by` placed, of a demand without extras.
     #[inline(always)]
     pub(crate) fn give_back(&mut self, shape: Shape, by: u32, tokens: &[Held]) {
         let Self { nodes, indexes, log, .. } = self;
@@ -174,9 +209,12 @@ impl State {
         }
     }
 
-    /// Tokens of a shape that fit now. The shape must take some room.
-    pub(crate) fn free_tokens(&mut self, shape: Shape) -> u64 {
-        let at = self.current_index(shape);
+    /// Tokens of a demand that fit now. It must take some room.
+    pub(crate) fn free_tokens(&mut self, shape: Shape, extras: Option<&Arc<Extras>>) -> u64 {
+        let at = match extras {
+            None => self.current_index(shape),
+            Some(extras) => self.index_with_extras(shape, extras),
+        };
         self.indexes[at].index.free_tokens()
     }
 
@@ -184,12 +222,13 @@ impl State {
     pub(crate) fn add(&mut self, info: Arc<NodeInfo>, supply: Supply, infos: &mut Vec<Arc<NodeInfo>>) {
         let position = self.vacant.pop_first().unwrap_or(self.nodes.len() as u32);
         self.names.insert(info.name.clone(), position);
-        let tenant = Tenant { supply, info: Arc::clone(&info) };
-        let known = *self.known_infos.entry(info).or_insert_with_key(|info| {
+        self.extras.enter(position, supply.extras.as_ref());
+        let known = *self.known_infos.entry(Arc::clone(&info)).or_insert_with_key(|info| {
             infos.push(Arc::clone(info));
             infos.len() as u32 - 1
         });
-        let node = NodeState::empty(supply, known, Phase::Active);
+        let node = NodeState::empty(&supply, known, Phase::Active);
+        let tenant = Tenant { supply, info };
         if position as usize == self.nodes.len() {
             self.nodes.push(node);
             self.tenants.push(tenant);
@@ -219,7 +258,7 @@ impl State {
         self.log.clear();
     }
 
-    /// Position of the shape's index, made if need be and caught up.
+    /// Position of the index of a shape without extras, made if need be and caught up.
     #[inline(always)]
     fn current_index(&mut self, shape: Shape) -> usize {
         if let Some(used) = self.indexes.get_mut(self.latest)
@@ -237,27 +276,27 @@ impl State {
         if let Some(used) = self.indexes.get_mut(self.latest) {
             used.last_use = self.uses;
         }
-        let known = self.indexes.iter().position(|used| used.index.shape == shape);
-        self.latest = known.unwrap_or_else(|| self.new_index(shape));
+        let known = self.indexes.iter().position(|used| used.is_of(shape, None));
+        self.latest = known.unwrap_or_else(|| self.new_index(shape, None));
         self.indexes[self.latest].index.catch_up(&self.nodes, &self.log);
         self.latest
     }
 
-    fn new_index(&mut self, shape: Shape) -> usize {
+    fn new_index(&mut self, shape: Shape, extras: Option<&Arc<Extras>>) -> usize {
         let serial = self.next_serial;
         self.next_serial = (self.next_serial + 1) % NO_INDEX;
         let free = Arc::new(AtomicU64::new(0));
-        let mut used =
-            UsedIndex { last_use: self.uses, index: ShapeIndex::new(shape, serial, Arc::clone(&free)) };
+        let index = ShapeIndex::new(shape, serial, Arc::clone(&free));
+        let mut used = UsedIndex { last_use: self.uses, index, extras: extras.cloned() };
         // Before anybody can read what it counts.
-        used.index.catch_up(&self.nodes, &self.log);
-        self.counts.insert(shape, free);
+        used.catch_up(&self.nodes, &self.extras, &self.log);
+        self.counts.insert(used.wanted(), free);
         if self.indexes.len() < MAX_INDEXES {
             self.indexes.push(used);
             return self.indexes.len() - 1;
         }
         let oldest = (0..MAX_INDEXES).min_by_key(|&at| self.indexes[at].last_use).unwrap_or(0);
-        self.counts.remove(self.indexes[oldest].index.shape);
+        self.counts.remove(&self.indexes[oldest].wanted());
         self.indexes[oldest] = used;
         oldest
     }

@@ -3,7 +3,10 @@
 //! Invariants: a token is held by exactly one lease or free; `held` counts those of a lease that were not given back;
 //! a token that was given back keeps its names but no longer its node.
 
+use std::sync::Arc;
+
 use crate::error::{PlacementError, Result};
+use crate::extras::Extras;
 use crate::node::NodeInfo;
 use crate::pool::{Open, Shared};
 use crate::resource::Demand;
@@ -18,6 +21,7 @@ const GIVEN_BACK: u32 = u32::MAX;
 pub(crate) struct Held {
     /// Node and info as one number: what is written in halves and read as a whole soon after stalls the processor.
     at: u64,
+    /// The slot of a share, a mask of the slots of whole GPUs: [`Shape::slots`] makes it a mask.
     pub(crate) gpus: u64,
 }
 
@@ -105,6 +109,7 @@ pub struct Lease {
     index: u32,
     held: u32,
     concurrency: u64,
+    extras: Option<Arc<Extras>>,
     is_released: bool,
 }
 
@@ -116,10 +121,17 @@ impl std::fmt::Debug for Lease {
 }
 
 impl Lease {
+    /// A lease of a demand without extras.
     #[inline]
     pub(crate) fn new(shared: Shared, demand: &Demand, shape: Shape, index: u32, tokens: Tokens) -> Self {
-        let (held, concurrency) = (tokens.as_slice().len() as u32, demand.concurrency());
-        Self { shared: Some(shared), tokens, shape, index, held, concurrency, is_released: false }
+        let (held, concurrency, extras) = (tokens.as_slice().len() as u32, demand.concurrency(), None);
+        Self { shared: Some(shared), tokens, shape, index, held, concurrency, extras, is_released: false }
+    }
+
+    /// The same lease of a demand that may have extras.
+    pub(crate) fn with_extras_of(mut self, demand: &Demand) -> Self {
+        self.extras = demand.extras().cloned();
+        self
     }
 
     /// Tokens of the lease, given back ones included.
@@ -143,7 +155,7 @@ impl Lease {
     /// What each token takes.
     #[must_use]
     pub fn demand(&self) -> Demand {
-        self.shape.demand().with_concurrency(self.concurrency)
+        self.shape.demand(self.extras.clone()).with_concurrency(self.concurrency)
     }
 
     /// Whether one token is still held; false for a position that the lease does not have.
@@ -176,7 +188,7 @@ impl Lease {
         let infos = shared.infos();
         let placement = |token: &Held| {
             let info = &infos[token.info() as usize];
-            Placement { node: info.name.clone(), gpu_ids: info.ids_of(token.gpus) }
+            Placement { node: info.name.clone(), gpu_ids: info.ids_of(self.shape.slots(token.gpus)) }
         };
         self.tokens.as_slice().iter().map(placement).collect()
     }
@@ -199,7 +211,7 @@ impl Lease {
         self.held -= 1;
         if let Some(shared) = &self.shared {
             let mut state = shared.lock();
-            state.give_back(self.shape, self.index, &[held]);
+            self.give_these_back(&mut state, &[held]);
             shared.announce(&mut state);
         }
         Ok(())
@@ -238,17 +250,25 @@ impl Lease {
     fn give_back_to(&self, state: &mut State, open: &Open) {
         let tokens = self.tokens.as_slice();
         if self.held as usize == tokens.len() {
-            state.give_back(self.shape, self.index, tokens);
+            self.give_these_back(state, tokens);
         } else {
             let held: Vec<Held> = tokens.iter().filter(|token| !token.is_given_back()).copied().collect();
-            state.give_back(self.shape, self.index, &held);
+            self.give_these_back(state, &held);
         }
         open.announce(state);
     }
 
+    #[inline]
+    fn give_these_back(&self, state: &mut State, tokens: &[Held]) {
+        match &self.extras {
+            None => state.give_back(self.shape, self.index, tokens),
+            Some(extras) => state.give_back_with_extras(self.shape, extras, self.index, tokens),
+        }
+    }
+
     fn with_info<R>(&self, index: usize, read: impl FnOnce(&NodeInfo, u64) -> R) -> Option<R> {
         let token = self.tokens.as_slice().get(index)?;
-        Some(read(&self.shared.as_ref()?.infos()[token.info() as usize], token.gpus))
+        Some(read(&self.shared.as_ref()?.infos()[token.info() as usize], self.shape.slots(token.gpus)))
     }
 }
 

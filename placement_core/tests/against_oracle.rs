@@ -5,7 +5,7 @@ mod support;
 use placement_core::{Demand, Lease, NodeSpec, Pool};
 use proptest::prelude::*;
 
-use support::{PlainDemand, PlainPool, PlainToken};
+use support::{Extras, LABELS, NAMES, PlainDemand, PlainPool, PlainToken};
 
 /// (as written, micro-GPU as the rule for amounts gives it)
 const GPUS: [(f64, u64); 12] = [
@@ -30,6 +30,31 @@ const REST: [(f64, u64, f64, u64); 5] = [
     (0.3, 300, 0.7, 716),
     (4.0, 4_000, 16.0, 16_384),
 ];
+/// What demands want beside that: mostly nothing, a label or two, amounts that do not divide what nodes have.
+const WANTED: [Extras; 8] = [
+    extras([0, 0], [None, None]),
+    extras([1, 0], [None, None]),
+    extras([2, 1], [None, None]),
+    extras([0, 3], [None, None]),
+    extras([0, 0], [Some("a"), None]),
+    extras([0, 0], [Some("b"), Some("h100")]),
+    extras([1, 0], [Some("a"), None]),
+    extras([1, 1], [None, Some("h100")]),
+];
+/// What nodes have of it.
+const SUPPLIED: [Extras; 6] = [
+    extras([0, 0], [None, None]),
+    extras([4, 0], [Some("a"), None]),
+    extras([7, 5], [Some("b"), Some("h100")]),
+    extras([0, 0], [Some("a"), Some("h100")]),
+    extras([0, 8], [None, None]),
+    extras([1, 1], [Some("b"), Some("a100")]),
+];
+
+const fn extras(named: [u64; 2], labels: [Option<&'static str>; 2]) -> Extras {
+    Extras { named, labels }
+}
+
 /// How far the plain pool counts free tokens at each step.
 const COUNTED: u64 = 2_000;
 const CPUS: [u64; 4] = [0, 3, 17, 96];
@@ -37,12 +62,12 @@ const MEMORIES: [u64; 4] = [0, 5, 64, 320];
 
 #[derive(Debug, Clone)]
 enum Step {
-    Acquire { gpu: usize, rest: usize, count: usize },
+    Acquire { gpu: usize, rest: usize, wanted: usize, count: usize },
     ReleaseToken { lease: usize, token: usize },
     ReleaseLease { lease: usize },
     DropLease { lease: usize },
     Adopt { lease: usize },
-    Add { gpus: u32, cpu: usize, memory: usize },
+    Add { node: Node },
     Drain { node: usize },
     Resume { node: usize },
     Remove { node: usize },
@@ -51,25 +76,46 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     let any = any::<usize>;
     prop_oneof![
-        10 => (0..GPUS.len(), 0..REST.len(), prop_oneof![1..4_usize, 1..40_usize])
-            .prop_map(|(gpu, rest, count)| Step::Acquire { gpu, rest, count }),
+        10 => (0..GPUS.len(), 0..REST.len(), wanted(), prop_oneof![1..4_usize, 1..40_usize])
+            .prop_map(|(gpu, rest, wanted, count)| Step::Acquire { gpu, rest, wanted, count }),
         6 => (any(), any()).prop_map(|(lease, token)| Step::ReleaseToken { lease, token }),
         3 => any().prop_map(|lease| Step::ReleaseLease { lease }),
         2 => any().prop_map(|lease| Step::DropLease { lease }),
         1 => any().prop_map(|lease| Step::Adopt { lease }),
-        1 => (prop_oneof![0..9_u32, 0..13_u32], 0..CPUS.len(), 0..MEMORIES.len())
-            .prop_map(|(gpus, cpu, memory)| Step::Add { gpus, cpu, memory }),
+        1 => (prop_oneof![0..9_u32, 0..13_u32], 0..CPUS.len(), 0..MEMORIES.len(), 0..SUPPLIED.len())
+            .prop_map(|node| Step::Add { node }),
         1 => any().prop_map(|node| Step::Drain { node }),
         1 => any().prop_map(|node| Step::Resume { node }),
         1 => any().prop_map(|node| Step::Remove { node }),
     ]
 }
 
-fn demand(gpu: usize, rest: usize) -> Option<(Demand, PlainDemand)> {
-    let ((gpu, micro), (cpu, milli, memory_gb, mib)) = (GPUS[gpu], REST[rest]);
-    let plain = PlainDemand { gpu: micro, cpu: milli, memory: mib };
-    (micro + milli + mib > 0).then(|| (Demand::new(gpu, cpu, memory_gb).unwrap(), plain))
+fn wanted() -> impl Strategy<Value = usize> {
+    prop_oneof![Just(0), 0..WANTED.len()]
 }
+
+/// `None` for a demand that takes no room, which fits without end.
+fn demand(gpu: usize, rest: usize, wanted: usize) -> Option<(Demand, PlainDemand)> {
+    let ((gpu, micro), (cpu, milli, memory_gb, mib)) = (GPUS[gpu], REST[rest]);
+    let extras = WANTED[wanted];
+    let plain = PlainDemand { gpu: micro, cpu: milli, memory: mib, extras };
+    if micro + milli + mib + extras.named.iter().sum::<u64>() == 0 {
+        return None;
+    }
+    let mut demand = Demand::new(gpu, cpu, memory_gb).unwrap();
+    for (name, count) in NAMES.into_iter().zip(extras.named) {
+        demand = demand.with_resource(name, count).unwrap();
+    }
+    for (key, value) in LABELS.into_iter().zip(extras.labels) {
+        if let Some(value) = value {
+            demand = demand.requiring(key, value).unwrap();
+        }
+    }
+    Some((demand, plain))
+}
+
+/// GPUs, and positions in the tables of cores, GiB and extras.
+type Node = (u32, usize, usize, usize);
 
 /// Both pools, and the leases of both: a token of the plain one is gone once released.
 struct Twins {
@@ -80,26 +126,33 @@ struct Twins {
 }
 
 impl Twins {
-    fn new(nodes: &[(u32, usize, usize)]) -> Self {
+    fn new(nodes: &[Node]) -> Self {
         let pool = Pool::new([]).unwrap();
         let mut twins = Self { pool, plain: PlainPool::default(), leases: Vec::new(), added: 0 };
-        for &(gpus, cpu, memory) in nodes {
-            twins.add(gpus, cpu, memory);
+        for &node in nodes {
+            twins.add(node);
         }
         twins
     }
 
-    fn add(&mut self, gpus: u32, cpu: usize, memory: usize) {
+    fn add(&mut self, (gpus, cpu, memory, supplied): Node) {
         let name = format!("n{}", self.added);
         self.added += 1;
         let ids: Vec<i64> = (0..i64::from(gpus)).rev().collect();
-        let spec = NodeSpec::new(name.clone(), ids, CPUS[cpu] as f64, MEMORIES[memory] as f64);
+        let mut spec = NodeSpec::new(name.clone(), ids, CPUS[cpu] as f64, MEMORIES[memory] as f64);
+        let extras = SUPPLIED[supplied];
+        for (name, count) in NAMES.into_iter().zip(extras.named) {
+            spec = spec.with_resource(name, count);
+        }
+        for (key, value) in LABELS.into_iter().zip(extras.labels) {
+            spec.labels.extend(value.map(|value| (key.to_string(), value.to_string())));
+        }
         self.pool.add_node(&spec).unwrap();
-        self.plain.add(&name, gpus, CPUS[cpu] * 1_000, MEMORIES[memory] * 1_024);
+        self.plain.add(&name, gpus, CPUS[cpu] * 1_000, MEMORIES[memory] * 1_024, extras);
     }
 
-    fn acquire(&mut self, gpu: usize, rest: usize, count: usize) {
-        let Some((demand, plain_demand)) = demand(gpu, rest) else { return };
+    fn acquire(&mut self, gpu: usize, rest: usize, wanted: usize, count: usize) {
+        let Some((demand, plain_demand)) = demand(gpu, rest, wanted) else { return };
         let free = self.pool.free_tokens_for(&demand);
         assert_eq!(free.min(COUNTED), self.plain.free_tokens(plain_demand, COUNTED));
         let explained = self.pool.explain(&demand, count as u64);
@@ -114,7 +167,7 @@ impl Twins {
             for (placed, expected) in lease.placements().iter().zip(&expected) {
                 assert_eq!((&placed.node, &placed.gpu_ids), (&expected.node, &expected.gpu_ids));
             }
-            assert_eq!(lease.len(), expected.len());
+            assert_eq!((lease.len(), lease.demand()), (expected.len(), demand));
             self.leases.push((lease, expected.into_iter().map(Some).collect()));
         }
     }
@@ -178,6 +231,8 @@ impl Twins {
             assert_eq!(gpu_free, plain.gpus.values().copied().collect::<Vec<_>>());
             assert_eq!(micro(node.cpu_free), plain.cpu * 1_000);
             assert_eq!(micro(node.memory_gb_free / 1_000_000.0 * 1_024.0), plain.memory);
+            let named_free = NAMES.map(|name| node.named_free.get(name).copied().unwrap_or(0));
+            assert_eq!(named_free, plain.extras.named);
         }
     }
 }
@@ -192,16 +247,16 @@ fn pick<T>(items: &mut [T], any: usize) -> Option<&mut T> {
     if len == 0 { None } else { items.get_mut(any % len) }
 }
 
-fn run(nodes: &[(u32, usize, usize)], steps: Vec<Step>) {
+fn run(nodes: &[Node], steps: Vec<Step>) {
     let mut twins = Twins::new(nodes);
     for step in steps {
         match step {
-            Step::Acquire { gpu, rest, count } => twins.acquire(gpu, rest, count),
+            Step::Acquire { gpu, rest, wanted, count } => twins.acquire(gpu, rest, wanted, count),
             Step::ReleaseToken { lease, token } => twins.release_token(lease, token),
             Step::ReleaseLease { lease } => twins.end_lease(lease, |lease| lease.release().unwrap()),
             Step::DropLease { lease } => twins.end_lease(lease, |_| ()),
             Step::Adopt { lease } => twins.adopt(lease),
-            Step::Add { gpus, cpu, memory } => twins.add(gpus, cpu, memory),
+            Step::Add { node } => twins.add(node),
             Step::Drain { node } => twins.change_node(node, |pool, plain, name| {
                 pool.drain_node(name).unwrap();
                 plain.set(name, false, false);
@@ -222,15 +277,16 @@ fn run(nodes: &[(u32, usize, usize)], steps: Vec<Step>) {
         twins.end_lease(0, |_| ());
     }
     twins.check();
-    for gpu in 0..GPUS.len() {
-        if let Some((demand, _)) = demand(gpu, 3) {
+    for (gpu, wanted) in (0..GPUS.len()).zip((0..WANTED.len()).cycle()) {
+        if let Some((demand, _)) = demand(gpu, 3, wanted) {
             assert_eq!(twins.pool.free_tokens_for(&demand), twins.pool.max_tokens_for(&demand));
         }
     }
 }
 
-fn node() -> impl Strategy<Value = (u32, usize, usize)> {
-    (prop_oneof![Just(0_u32), Just(2), Just(8), 0..13_u32], 0..CPUS.len(), 0..MEMORIES.len())
+fn node() -> impl Strategy<Value = Node> {
+    let gpus = prop_oneof![Just(0_u32), Just(2), Just(8), 0..13_u32];
+    (gpus, 0..CPUS.len(), 0..MEMORIES.len(), 0..SUPPLIED.len())
 }
 
 proptest! {
@@ -258,17 +314,19 @@ proptest! {
     fn many_equal_nodes(
         count in 60..140_usize,
         gpus in 1..9_u32,
+        supplied in 0..SUPPLIED.len(),
         steps in prop::collection::vec(step(), 1..25),
     ) {
-        run(&vec![(gpus, 3, 3); count], steps);
+        run(&vec![(gpus, 3, 3, supplied); count], steps);
     }
 
     /// Few shapes and big batches, so that links between buckets are used again and again.
     #[test]
     fn one_shape_over_and_over(
         nodes in prop::collection::vec(node(), 1..20),
-        gpu in 1..GPUS.len(),
+        gpu in 0..GPUS.len(),
         rest in 0..REST.len(),
+        wanted in wanted(),
         counts in prop::collection::vec((1..120_usize, any::<usize>(), any::<bool>()), 1..40),
     ) {
         let steps = counts.into_iter().flat_map(|(count, any, whole)| {
@@ -277,7 +335,7 @@ proptest! {
             } else {
                 Step::ReleaseToken { lease: any, token: any / 7 }
             };
-            [Step::Acquire { gpu, rest, count }, back]
+            [Step::Acquire { gpu, rest, wanted, count }, back]
         });
         run(&nodes, steps.collect());
     }
@@ -287,9 +345,10 @@ proptest! {
         nodes in prop::collection::vec(node(), 0..8),
         gpu in 1..GPUS.len(),
         rest in 0..REST.len(),
+        wanted in wanted(),
     ) {
         let twins = Twins::new(&nodes);
-        let (demand, plain_demand) = demand(gpu, rest).unwrap();
+        let (demand, plain_demand) = demand(gpu, rest, wanted).unwrap();
         prop_assert_eq!(twins.pool.max_tokens_for(&demand), twins.plain.free_tokens(plain_demand, u64::MAX));
     }
 }

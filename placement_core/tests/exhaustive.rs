@@ -13,19 +13,23 @@ const WHOLE: u64 = 1_000_000;
 const SHARES: [(f64, u64); 5] =
     [(0.0, 0), (0.3, 300_000), (1.0 / 3.0, 333_333), (0.5, 500_000), (0.7, 700_000)];
 
-/// Free micro-GPU of each GPU and free cores.
-type Node = (Vec<u64>, u64);
+/// Free micro-GPU of each GPU, free cores, free licences and whether it lies in zone a.
+type Node = (Vec<u64>, u64, u64, bool);
 
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     gpu: f64,
     micro: u64,
     cpu: u64,
+    licences: u64,
+    needs_zone: bool,
 }
 
 impl Sample {
     fn demand(self) -> Demand {
-        Demand::new(self.gpu, self.cpu as f64, 0.0).unwrap()
+        let demand = Demand::new(self.gpu, self.cpu as f64, 0.0).unwrap();
+        let demand = demand.with_resource("licence", self.licences).unwrap();
+        if self.needs_zone { demand.requiring("zone", "a").unwrap() } else { demand }
     }
 }
 
@@ -33,11 +37,13 @@ impl Sample {
 fn most(nodes: &[Node], sample: Sample, tried: &mut HashSet<Vec<Node>>) -> u64 {
     let mut best = 0;
     for at in 0..nodes.len() {
-        if nodes[at].1 < sample.cpu {
+        let (_, cpu, licences, is_in_zone) = nodes[at];
+        if cpu < sample.cpu || licences < sample.licences || sample.needs_zone && !is_in_zone {
             continue;
         }
         let mut without_gpu = nodes.to_vec();
         without_gpu[at].1 -= sample.cpu;
+        without_gpu[at].2 -= sample.licences;
         let mut next: Vec<Vec<Node>> = Vec::new();
         if sample.micro == 0 {
             next.push(without_gpu);
@@ -61,9 +67,11 @@ fn most(nodes: &[Node], sample: Sample, tried: &mut HashSet<Vec<Node>>) -> u64 {
 }
 
 fn sample() -> impl Strategy<Value = Sample> {
-    (0..SHARES.len(), 1..4_u64).prop_map(|(share, cpu)| {
+    (0..SHARES.len(), 0..4_u64, 0..3_u64, any::<bool>()).prop_map(|(share, cpu, licences, needs_zone)| {
         let (gpu, micro) = SHARES[share];
-        Sample { gpu, micro, cpu }
+        // One that takes nothing fits without end.
+        let cpu = if micro + licences == 0 { cpu.max(1) } else { cpu };
+        Sample { gpu, micro, cpu, licences, needs_zone }
     })
 }
 
@@ -72,13 +80,17 @@ proptest! {
 
     #[test]
     fn no_batch_is_refused_that_has_a_place(
-        nodes in prop::collection::vec((0..3_usize, 0..5_u64), 1..4),
+        nodes in prop::collection::vec((0..3_usize, 0..5_u64, 0..4_u64, any::<bool>()), 1..4),
         before in prop::collection::vec((sample(), 1..3_u64), 0..4),
         wanted in sample(),
     ) {
         let ids = |gpus: usize| (0_i64..).take(gpus).collect::<Vec<_>>();
         let specs = nodes.iter().enumerate();
-        let specs = specs.map(|(at, &(gpus, cpu))| NodeSpec::new(format!("n{at}"), ids(gpus), cpu as f64, 0.0));
+        let specs = specs.map(|(at, &(gpus, cpu, licences, is_in_zone))| {
+            NodeSpec::new(format!("n{at}"), ids(gpus), cpu as f64, 0.0)
+                .with_resource("licence", licences)
+                .with_label("zone", if is_in_zone { "a" } else { "b" })
+        });
         let pool = Pool::new(specs).unwrap();
         let held: Vec<_> =
             before.iter().filter_map(|(sample, count)| pool.try_acquire(&sample.demand(), *count).unwrap()).collect();
@@ -87,7 +99,11 @@ proptest! {
         let free: Vec<Node> = pool
             .nodes()
             .iter()
-            .map(|node| (node.gpu_free.iter().map(|&free| units(free, 1e6)).collect(), units(node.cpu_free, 1.0)))
+            .map(|node| {
+                let gpus = node.gpu_free.iter().map(|&free| units(free, 1e6)).collect();
+                let licences = node.named_free.get("licence").copied().unwrap_or(0);
+                (gpus, units(node.cpu_free, 1.0), licences, node.labels["zone"] == "a")
+            })
             .collect();
         prop_assert!(free.iter().flat_map(|node| &node.0).all(|&free| free <= WHOLE));
         let possible = most(&free, wanted, &mut HashSet::new());

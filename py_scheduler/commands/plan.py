@@ -6,6 +6,7 @@ Needs no handler and no engine: an evaluator table may leave `handler` out, and 
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from py_scheduler.app import cluster_nodes
 from py_scheduler.commands.plan_view import PlanView, show_plan
 from py_scheduler.config import convert_config
 from py_scheduler.errors import ConfigError, FieldViolation, InvalidArgumentError
+from py_scheduler.knobs import overrides_of
 from py_scheduler.placement import load_cluster_layout
 from py_scheduler.planning import BatchNeed, plan_spec, sample_packing
 
@@ -73,7 +75,7 @@ def _read_config(path: Path) -> Config:
     for table in evaluators if isinstance(evaluators, list) else []:
         if isinstance(table, dict):
             table.setdefault("handler", _NO_HANDLER)
-    return convert_config(tables)
+    return convert_config(tables, overrides_of({}, os.environ))
 
 
 def _nodes(request: PlanRequest, config: Config) -> list[NodeResource]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,18 +36,25 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """What nodes that look alike have in common. used_gpus: the used share of each GPU."""
+    """What nodes that look alike have in common. used_gpus: the used share of each GPU; named: how much of what."""
 
     used_gpus: tuple[float, ...]
     tokens: int
     cpu: str
     memory_gb: str
+    named: str
 
 
 def show_plan(view: PlanView, console: Console) -> None:
     gpus = sum(len(node.gpus) for node in view.nodes)
     cpu, memory_gb = sum(node.cpu for node in view.nodes), sum(node.memory_gb for node in view.nodes)
-    console.print(f"cluster: {len(view.nodes):,} nodes, {gpus:,} GPUs, {cpu:,.10g} cores, {memory_gb:,.10g} GiB")
+    named: Counter[str] = Counter()
+    for node in view.nodes:
+        named.update(node.named)
+    others = "".join(f", {count:,} {name}" for name, count in sorted(named.items()))
+    console.print(
+        f"cluster: {len(view.nodes):,} nodes, {gpus:,} GPUs, {cpu:,.10g} cores, {memory_gb:,.10g} GiB{others}"
+    )
     console.print(_table(view.plans))
     if view.packing is not None:
         console.print(f"filled with batches of {view.drawn.evaluator_id}, {_sample(view.drawn)}:")
@@ -101,8 +109,7 @@ def _one_more(plan: SpecPlan) -> str:
 
 
 def _sample(need: BatchNeed) -> str:
-    sample = need.per_sample
-    return f"a sample holds gpu {sample.gpu:g}, cpu {sample.cpu:g}, memory_gb {sample.memory_gb:g}"
+    return f"a sample holds {need.per_sample.words}"
 
 
 def _drawing(packing: Iterable[NodeUsage], *, ascii_only: bool) -> Table:
@@ -114,10 +121,14 @@ def _drawing(packing: Iterable[NodeUsage], *, ascii_only: bool) -> Table:
     for heading in ("tokens", "cpu used", "GiB used"):
         table.add_column(heading, justify="right")
     rows = list(_rows(packing))
+    has_named = any(row.named for _, row in rows)
+    if has_named:
+        table.add_column("named used", overflow="fold")
     for names, row in rows[:_MAX_ROWS]:
         bars = " ".join(_bar(used, full, part, free) for used in row.used_gpus) or "none"
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} alike"
-        table.add_row(label, Text(bars, style="green"), f"{row.tokens:,}", row.cpu, row.memory_gb)
+        named = [row.named] if has_named else []
+        table.add_row(label, Text(bars, style="green"), f"{row.tokens:,}", row.cpu, row.memory_gb, *named)
     if len(rows) > _MAX_ROWS:
         hidden = sum(len(names) for names, _ in rows[_MAX_ROWS:])
         table.add_row(f"and {hidden:,} more nodes")
@@ -135,6 +146,7 @@ def _row(node: NodeUsage) -> _Row:
         tokens=node.tokens,
         cpu=f"{node.cpu - node.cpu_free:g}/{node.cpu:g}",
         memory_gb=f"{node.memory_gb - node.memory_gb_free:g}/{node.memory_gb:g}",
+        named=", ".join(f"{name} {count - node.named_free[name]:,}/{count:,}" for name, count in node.named.items()),
     )
 
 

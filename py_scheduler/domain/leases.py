@@ -12,7 +12,7 @@ import msgspec
 
 from py_scheduler.domain.limits import Range, name_fault
 from py_scheduler.domain.requests import NodeView
-from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.resources import Resource, check_extras
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId
 from py_scheduler.errors import FieldViolation
 
@@ -52,6 +52,7 @@ class PlacementDemand(msgspec.Struct, frozen=True, kw_only=True):
             cpu=sample.cpu * count,
             memory_gb=sample.memory_gb * count,
             concurrency=self.max_tokens,
+            named={name: amount * count for name, amount in sample.named.items()},
         )
 
 
@@ -144,15 +145,29 @@ class Shortage(StrEnum):
     CPU = "cpu"
     MEMORY = "memory"
     DRAINING = "draining"
+    NAMED = "named"
+    LABEL = "label"
 
 
 class NodeShortageView(msgspec.Struct, frozen=True, kw_only=True):
-    """short: what stops the next token; empty when all that is wanted fits on this node alone."""
+    """short: what stops the next token; empty when all that is wanted fits on this node alone.
+
+    short_named, lacking_labels: which named resources, and which of the required labels, when those are among it.
+    """
 
     node_ip: str
     free_tokens: int
     max_tokens: int
     short: tuple[Shortage, ...]
+    short_named: tuple[str, ...] = ()
+    lacking_labels: dict[str, str] = {}
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All that is short, as the pool says it: `cpu`, `named.licence`, `label zone=a`."""
+        plain = [short for short in self.short if short not in {Shortage.NAMED, Shortage.LABEL}]
+        named = [f"named.{name}" for name in self.short_named]
+        return (*plain, *named, *(f"label {key}={value}" for key, value in self.lacking_labels.items()))
 
 
 class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,5 +197,13 @@ def check_demand(demand: PlacementDemand) -> Iterator[FieldViolation]:
             "max_tokens", f"is {demand.max_tokens}, must be at least 1 and at most {MAX_LEASE_TOKENS}: split the lease"
         )
     sample = demand.per_sample
-    if not (sample.gpu or sample.cpu or sample.memory_gb):
-        yield FieldViolation("per_sample", "asks for nothing: set gpu, cpu or memory_gb")
+    if not (sample.gpu or sample.cpu or sample.memory_gb or sample.named):
+        yield FieldViolation("per_sample", "asks for nothing: set gpu, cpu, memory_gb or named")
+    yield from _prefixed("per_sample", check_extras(sample))
+    if demand.budget is not None:
+        yield from _prefixed("budget", check_extras(demand.budget, is_budget=True))
+
+
+def _prefixed(path: str, violations: Iterator[FieldViolation]) -> Iterator[FieldViolation]:
+    for violation in violations:
+        yield FieldViolation(f"{path}.{violation.field}", violation.description)

@@ -6,9 +6,26 @@ Source: seed 1, section 3 (resource descriptors).
 
 from __future__ import annotations
 
-from typing import Protocol
+import re
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+
+from py_scheduler.domain.frozen_dict import FrozenDict
+from py_scheduler.errors import FieldViolation, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+MAX_NAMED_AMOUNT = 2**32 - 1
+"""The most of one named resource that a node can have and a sample can take."""
+MAX_BUDGET_AMOUNT = 2**63 - 1
+MAX_NAMES = 64
+"""Named resources, and likewise labels, of one resource or node."""
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?", re.ASCII)
+_NAME_RULE = "must have 1 to 63 characters of A-Z a-z 0-9 . _ - / and begin and end with a letter or digit"
+_SHOWN = 64
+_NONE: FrozenDict[str, Any] = FrozenDict()
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
@@ -16,30 +33,75 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unkno
 
     gpu: GPUs; below 1 a share of one GPU, from 1 on a whole number of entirely free GPUs of one node.
     cpu: cores. memory_gb: GiB. concurrency: running samples; 1 for a demand, a ceiling in a budget.
+    named: further things that there is a number of (licences, sandboxes), by name; 0 is the same as absent.
+    required_labels: only nodes that have all of these labels will do; not looked at in a budget.
     """
 
     gpu: float = 0.0
     cpu: float = 0.0
     memory_gb: float = 0.0
     concurrency: int = 1
+    # Of strings and numbers only and never changed, so that no cycle can go through them and gc=False holds.
+    named: dict[str, int] = _NONE
+    required_labels: dict[str, str] = _NONE
+
+    def __post_init__(self) -> None:
+        if type(self.named) is not FrozenDict and isinstance(self.named, dict):
+            named = FrozenDict({name: count for name, count in self.named.items() if count != 0})
+            msgspec.structs.force_setattr(self, "named", named)
+        if type(self.required_labels) is not FrozenDict and isinstance(self.required_labels, dict):
+            msgspec.structs.force_setattr(self, "required_labels", FrozenDict(self.required_labels))
 
     def field_max(self, other: Resource) -> Resource:
-        """The least resource that covers both, field by field."""
+        """The least resource that covers both, field by field; it requires the labels of both.
+
+        Raises InvalidArgumentError for labels that are required to have two values.
+        """
+        conflicts = [
+            FieldViolation(
+                f"required_labels.{key}",
+                f"must be {value!r} and {other.required_labels[key]!r} at once, which no node can be: a sample stays "
+                f"where it is from run to eval",
+            )
+            for key, value in self.required_labels.items()
+            if other.required_labels.get(key, value) != value
+        ]
+        if conflicts:
+            raise InvalidArgumentError(conflicts)
+        names = [*self.named, *(name for name in other.named if name not in self.named)]
         return Resource(
             gpu=max(self.gpu, other.gpu),
             cpu=max(self.cpu, other.cpu),
             memory_gb=max(self.memory_gb, other.memory_gb),
             concurrency=max(self.concurrency, other.concurrency),
+            named={name: max(self.named.get(name, 0), other.named.get(name, 0)) for name in names},
+            required_labels=self.required_labels | other.required_labels,
+        )
+
+    @property
+    def words(self) -> str:
+        """For messages: `gpu 0.5, cpu 4, memory_gb 16, named.licence 1, label zone=a`."""
+        return ", ".join(
+            [
+                f"gpu {self.gpu:g}, cpu {self.cpu:g}, memory_gb {self.memory_gb:g}",
+                *(f"named.{name} {count:,}" for name, count in self.named.items()),
+                *(f"label {key}={value}" for key, value in self.required_labels.items()),
+            ]
         )
 
 
 class NodeResource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The supply of one node: its address, the ids of its GPUs, cores and GiB of memory."""
+    """The supply of one node: its address, the ids of its GPUs, cores and GiB of memory, and what else it has.
+
+    named: how much there is of each named resource. labels: what samples may require it to be.
+    """
 
     node_ip: str
     gpus: list[int]
     cpu: float
     memory_gb: float
+    named: dict[str, int] = {}
+    labels: dict[str, str] = {}
 
 
 class PlacementToken(Protocol):
@@ -54,3 +116,34 @@ class PlacementToken(Protocol):
     def release(self) -> None:
         """Gives the room back. Raises LeaseError the second time."""
         ...
+
+
+def check_extras(resource: Resource, *, is_budget: bool = False) -> Iterator[FieldViolation]:
+    """Faulty named resources and labels; the rule is the placement core's, told before there is a pool."""
+    yield from check_named(resource.named, MAX_BUDGET_AMOUNT if is_budget else MAX_NAMED_AMOUNT)
+    yield from check_labels(resource.required_labels, "required_labels")
+
+
+def check_named(named: Mapping[str, int], limit: int) -> Iterator[FieldViolation]:
+    """See `check_extras`."""
+    yield from _check_names(named, "named")
+    for name, count in named.items():
+        if _NAME.fullmatch(name) and not 0 <= count <= limit:
+            yield FieldViolation(f"named.{name}", f"is {count}, must be at least 0 and at most {limit}")
+
+
+def check_labels(labels: Mapping[str, str], field: str) -> Iterator[FieldViolation]:
+    """See `check_extras`."""
+    yield from _check_names(labels, field)
+    for key, value in labels.items():
+        if _NAME.fullmatch(key) and not _NAME.fullmatch(value):
+            yield FieldViolation(f"{field}.{key}", f"the value {value[:_SHOWN]!r} {_NAME_RULE}")
+
+
+def _check_names(names: Mapping[str, Any], field: str) -> Iterator[FieldViolation]:
+    if len(names) > MAX_NAMES:
+        yield FieldViolation(field, f"has {len(names)} names, at most {MAX_NAMES} can be")
+        return
+    for name in names:
+        if not _NAME.fullmatch(name):
+            yield FieldViolation(field, f"the name {name[:_SHOWN]!r} {_NAME_RULE}")

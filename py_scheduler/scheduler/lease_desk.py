@@ -29,13 +29,11 @@ from py_scheduler.domain.leases import (
     CapacityView,
     LeaseState,
     LeaseView,
-    NodeShortageView,
     PlacementDemand,
     PlacementView,
     ReleaseReply,
     ReleaseRequest,
     RenewRequest,
-    Shortage,
     check_acquire,
     check_demand,
 )
@@ -52,6 +50,7 @@ from py_scheduler.errors import (
 from py_scheduler.placement import tokens_in_budget
 from py_scheduler.scheduler.claims import Claim, resolve
 from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.scheduler.task_explanation import node_shortage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -162,20 +161,11 @@ class LeaseDesk:
         _check(check_demand(demand))
         wanted = _tokens_wanted(demand)
         explanation = pool.explain(demand.per_sample, wanted)
-        nodes = (
-            NodeShortageView(
-                node_ip=node.node_ip,
-                free_tokens=node.free_tokens,
-                max_tokens=node.max_tokens,
-                short=tuple(map(Shortage, node.short)),
-            )
-            for node in explanation.nodes
-        )
         return PlacementView(
             wanted_tokens=wanted,
             free_tokens=explanation.free_tokens,
             max_tokens=explanation.max_tokens,
-            nodes=tuple(nodes),
+            nodes=tuple(map(node_shortage, explanation.nodes)),
         )
 
     def stop(self) -> None:
@@ -215,7 +205,7 @@ class LeaseDesk:
         self._pending.add(claim)
         self._deadlines.add(claim.expires_at, claim)
         entry = self._admission.claim(
-            sort_batch_id(request.terms.batch_id), demand, tokens, partial(self._grant, claim)
+            request.namespace, sort_batch_id(request.terms.batch_id), demand, tokens, partial(self._grant, claim)
         )
         if claim.state is LeaseState.PENDING:
             claim.entry = entry
@@ -357,6 +347,9 @@ def node_view(node: NodeUsage) -> NodeView:
         free_gpus=tuple(node.gpu_free),
         free_cpu=node.cpu_free,
         free_memory_gb=node.memory_gb_free,
+        named=node.named,
+        free_named=node.named_free,
+        labels=node.labels,
     )
 
 

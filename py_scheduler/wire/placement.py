@@ -22,11 +22,11 @@ from py_scheduler.domain.leases import (
     check_demand,
 )
 from py_scheduler.domain.limits import name_fault
-from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.resources import Resource, check_extras
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
 from py_scheduler.wire.enums import EnumTable
 from py_scheduler.wire.faults import Faults
-from py_scheduler.wire.requests import decode_node, encode_node, encode_resource
+from py_scheduler.wire.requests import decode_node, decode_resource, encode_node, encode_resource
 from py_scheduler.wire.tasks import decode_batch_id, encode_batch_id
 from py_scheduler.wire.text import safe_text
 
@@ -57,14 +57,18 @@ def decode_acquire_request(message: service.AcquireLeaseRequest, timeout_seconds
 
 
 def encode_acquire_request(request: AcquireRequest) -> service.AcquireLeaseRequest:
-    """Without the timeout, which travels as the call's deadline."""
+    """Without the timeout, which travels as the call's deadline.
+
+    Raises InvalidArgumentError for named resources and labels that the server would refuse anyway.
+    """
     terms = request.terms
+    budget = terms.demand.budget
     return service.AcquireLeaseRequest(
         request_id=request.request_id,
         batch_id=encode_batch_id(terms.batch_id),
         namespace=request.namespace,
-        budget=None if terms.demand.budget is None else encode_resource(terms.demand.budget),
-        per_sample=encode_resource(terms.demand.per_sample),
+        budget=None if budget is None else _encode_checked(budget, "budget"),
+        per_sample=_encode_checked(terms.demand.per_sample, "per_sample"),
         max_tokens=terms.demand.max_tokens,
         ttl_seconds=terms.ttl_seconds,
         wait=request.wait,
@@ -74,18 +78,20 @@ def encode_acquire_request(request: AcquireRequest) -> service.AcquireLeaseReque
 def _decode_demand(message: service.AcquireLeaseRequest | service.ExplainPlacementRequest) -> PlacementDemand:
     budget = None
     if message.HasField("budget"):
-        concurrency = message.budget.concurrency or message.max_tokens
-        budget = Resource(
-            gpu=message.budget.gpu,
-            cpu=message.budget.cpu,
-            memory_gb=message.budget.memory_gb,
-            concurrency=concurrency,
-        )
+        budget = decode_resource(message.budget, message.budget.concurrency or message.max_tokens)
     return PlacementDemand(per_sample=_decode_sample(message.per_sample), max_tokens=message.max_tokens, budget=budget)
 
 
 def _decode_sample(message: resource_pb2.Resource) -> Resource:
-    return Resource(gpu=message.gpu, cpu=message.cpu, memory_gb=message.memory_gb)
+    return decode_resource(message, concurrency=1)
+
+
+def _encode_checked(resource: Resource, path: str) -> resource_pb2.Resource:
+    """What a map of the message could not hold is an error that names its field."""
+    faults = Faults()
+    faults.add_all(path, check_extras(resource, is_budget=path == "budget"))
+    faults.check()
+    return encode_resource(resource)
 
 
 def encode_lease(view: LeaseView) -> service.AcquireLeaseResponse:
@@ -190,7 +196,8 @@ def decode_capacity_request(message: service.GetCapacityRequest) -> Resource:
 
 
 def encode_capacity_request(per_sample: Resource) -> service.GetCapacityRequest:
-    return service.GetCapacityRequest(per_sample=encode_resource(per_sample))
+    """Raises InvalidArgumentError as `encode_acquire_request` does."""
+    return service.GetCapacityRequest(per_sample=_encode_checked(per_sample, "per_sample"))
 
 
 def encode_capacity(view: CapacityView) -> service.GetCapacityResponse:
@@ -214,10 +221,33 @@ def decode_explain_request(message: service.ExplainPlacementRequest) -> Placemen
 
 
 def encode_explain_request(demand: PlacementDemand) -> service.ExplainPlacementRequest:
+    """Raises InvalidArgumentError as `encode_acquire_request` does."""
     return service.ExplainPlacementRequest(
-        budget=None if demand.budget is None else encode_resource(demand.budget),
-        per_sample=encode_resource(demand.per_sample),
+        budget=None if demand.budget is None else _encode_checked(demand.budget, "budget"),
+        per_sample=_encode_checked(demand.per_sample, "per_sample"),
         max_tokens=demand.max_tokens,
+    )
+
+
+def encode_shortage(node: NodeShortageView) -> service.NodeShortage:
+    return service.NodeShortage(
+        node_ip=node.node_ip,
+        free_tokens=node.free_tokens,
+        max_tokens=node.max_tokens,
+        short=[SHORTAGES.number_of[short] for short in node.short],
+        short_named=node.short_named,
+        lacking_labels=node.lacking_labels,
+    )
+
+
+def decode_shortage(message: service.NodeShortage) -> NodeShortageView:
+    return NodeShortageView(
+        node_ip=message.node_ip,
+        free_tokens=message.free_tokens,
+        max_tokens=message.max_tokens,
+        short=tuple(SHORTAGES.member(number, "nodes.short") for number in message.short),
+        short_named=tuple(message.short_named),
+        lacking_labels=dict(message.lacking_labels),
     )
 
 
@@ -226,15 +256,7 @@ def encode_placement(view: PlacementView) -> service.ExplainPlacementResponse:
         wanted_tokens=view.wanted_tokens,
         free_tokens=view.free_tokens,
         max_tokens=view.max_tokens,
-        nodes=[
-            service.NodeShortage(
-                node_ip=node.node_ip,
-                free_tokens=node.free_tokens,
-                max_tokens=node.max_tokens,
-                short=[SHORTAGES.number_of[shortage] for shortage in node.short],
-            )
-            for node in view.nodes
-        ],
+        nodes=map(encode_shortage, view.nodes),
     )
 
 
@@ -243,13 +265,5 @@ def decode_placement(message: service.ExplainPlacementResponse) -> PlacementView
         wanted_tokens=message.wanted_tokens,
         free_tokens=message.free_tokens,
         max_tokens=message.max_tokens,
-        nodes=tuple(
-            NodeShortageView(
-                node_ip=node.node_ip,
-                free_tokens=node.free_tokens,
-                max_tokens=node.max_tokens,
-                short=tuple(SHORTAGES.member(number, "nodes.short") for number in node.short),
-            )
-            for node in message.nodes
-        ),
+        nodes=tuple(map(decode_shortage, message.nodes)),
     )

@@ -13,15 +13,24 @@ MICRO = 1_000_000
 
 @dataclass(frozen=True)
 class Demand:
-    """What one token takes: micro-GPU, milli-cores, MiB."""
+    """What one token takes: micro-GPU, milli-cores, MiB, named amounts; and the labels that its node must have."""
 
     gpu: int
     cpu: int
     memory: int
+    named: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, gpu: float, cpu: float, memory_gb: float) -> Demand:
-        return cls(_floor(gpu * 1e6), _floor(cpu * 1000), _floor(memory_gb * 1024))
+    def of(
+        cls,
+        gpu: float,
+        cpu: float,
+        memory_gb: float,
+        named: dict[str, int] | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> Demand:
+        return cls(_floor(gpu * 1e6), _floor(cpu * 1000), _floor(memory_gb * 1024), named or {}, labels or {})
 
 
 def _floor(value: float) -> int:
@@ -36,6 +45,8 @@ class Node:
     gpus: dict[int, int]
     cpu: int
     memory: int
+    named: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
     takes_tokens: bool = True
     leaves_when_empty: bool = False
     tokens: int = 0
@@ -43,6 +54,10 @@ class Node:
     def choose_gpus(self, demand: Demand) -> list[int] | None:
         """The GPUs that a token would get here; None when it does not fit."""
         if demand.cpu > self.cpu or demand.memory > self.memory:
+            return None
+        if any(amount > self.named.get(name, 0) for name, amount in demand.named.items()):
+            return None
+        if any(self.labels.get(key) != value for key, value in demand.labels.items()):
             return None
         if demand.gpu == 0:
             return []
@@ -58,6 +73,8 @@ class Node:
             self.gpus[gpu] += sign * min(demand.gpu, MICRO)
         self.cpu += sign * demand.cpu
         self.memory += sign * demand.memory
+        for name, amount in demand.named.items():
+            self.named[name] += sign * amount
         self.tokens -= sign
 
 
@@ -74,8 +91,19 @@ class ReferencePool:
 
     nodes: list[Node | None] = field(default_factory=list)
 
-    def add(self, name: str, gpus: list[int], cpu: float, memory_gb: float) -> None:
-        node = Node(name, dict.fromkeys(gpus, MICRO), _floor(cpu * 1000), _floor(memory_gb * 1024))
+    def add(
+        self,
+        name: str,
+        gpus: list[int],
+        cpu: float,
+        memory_gb: float,
+        named: dict[str, int] | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> None:
+        free = dict(named or {})
+        node = Node(
+            name, dict.fromkeys(gpus, MICRO), _floor(cpu * 1000), _floor(memory_gb * 1024), free, dict(labels or {})
+        )
         if None in self.nodes:
             self.nodes[self.nodes.index(None)] = node
         else:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, StopCause, TaskDone
 from py_scheduler.domain.generation import FinishReason, LogProbKind, SamplingParams, StoppingCriteria, WeightSpan
+from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.limits import MAX_DEADLINE_SECONDS, MAX_REPEAT_TIMES, MAX_RETRIES
 from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, Reward, SampleDone, TaskState, Timings
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MAX_INT32 = 2**31 - 1
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 names = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20)
+resource_names = st.from_regex(r"[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?", fullmatch=True)
 optional_names = st.just("") | names
 counts = st.integers(0, 2**32 - 1)
 seconds = st.floats(0, 1e9)
@@ -66,8 +68,18 @@ configs = st.builds(
     stopping=stoppings,
     task_deadline_seconds=maybe(st.floats(0, MAX_DEADLINE_SECONDS, exclude_min=True)),
     retry=st.builds(
-        RetryPolicy, max_failure_retries=st.integers(0, MAX_RETRIES), max_loss_retries=st.integers(0, MAX_RETRIES)
+        RetryPolicy,
+        max_failure_retries=st.integers(0, MAX_RETRIES),
+        max_loss_retries=st.integers(0, MAX_RETRIES),
+        max_infra_refills=st.integers(0, MAX_RETRIES),
     ),
+    is_eval=st.booleans(),
+)
+iterations = st.builds(
+    IterationContext,
+    rollout_id=st.integers(0, 2**63 - 1),
+    beta=st.floats(0, 1),
+    t_max=st.integers(0, 2**63 - 1),
 )
 tasks = st.builds(
     Task, config=configs, prompt=texts, data=st.binary(max_size=20), metadata=json_objects, client_key=optional_names
@@ -75,6 +87,7 @@ tasks = st.builds(
 batch_ids = st.integers(0, 2**63 - 1) | names
 
 
+rewards = st.builds(Reward, score=st.floats(allow_nan=False), details=json_objects)
 turns = st.builds(
     Turn,
     start=counts,
@@ -106,7 +119,7 @@ def samples(draw: st.DrawFn) -> SampleDone:
         sample_no=draw(counts),
         attempt_no=draw(counts),
         outcome=draw(st.sampled_from(Outcome)),
-        reward=Reward(score=draw(st.floats(allow_nan=False)), details=draw(json_objects)),
+        reward=draw(rewards),
         trajectory=draw(trajectories()),
         termination_reason=draw(texts),
         error=draw(texts),
@@ -118,6 +131,7 @@ def samples(draw: st.DrawFn) -> SampleDone:
                 Timings, wait_seconds=seconds, run_seconds=seconds, generate_seconds=seconds, eval_seconds=seconds
             )
         ),
+        started_unix_seconds=draw(seconds),
     )
 
 
@@ -173,5 +187,6 @@ dones = st.builds(
     outcomes=st.dictionaries(st.sampled_from(Outcome), counts, max_size=4),
     reason=texts,
     unix_seconds=seconds,
+    rewards=st.lists(rewards, max_size=3).map(tuple),
 )
 events_that_travel_whole = started() | ended | aborts | dones

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from fractions import Fraction
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -211,12 +211,16 @@ def test_bad_nodes_are_all_named() -> None:
 def test_a_value_that_can_change_is_converted_each_time() -> None:
     class Changing:
         gpu, cpu, memory_gb, concurrency = 0.5, 0.0, 0.0, 1
+        named: ClassVar[dict[str, int]] = {}
+        required_labels: ClassVar[dict[str, str]] = {}
 
     changing: Any = Changing()
     pool = make_pool(nodes=1, gpus=1)
     assert pool.max_tokens_for(changing) == 2
     changing.gpu = 0.25
     assert pool.max_tokens_for(changing) == 4
+    changing.required_labels["zone"] = "a"
+    assert pool.max_tokens_for(changing) == 0
 
 
 def test_many_shapes_outgrow_the_caches() -> None:

@@ -12,16 +12,30 @@ from tests.support.reference_pool import Demand, ReferencePool, Token
 
 SHARES = [0.0, 1 / 3, 1 / 6, 1 / 7, 0.05, 0.18, 0.29, 0.001, 0.5, 1.0, 2.0, 3.0]
 REST = [(1.0, 0.0), (0.0, 2.0), (0.3, 0.7), (4.0, 16.0)]
-AMPLE = Resource(gpu=10_000, cpu=1_000_000, memory_gb=1_000_000, concurrency=1_000_000)
+NAMED = [{}, {}, {"licence": 1}, {"licence": 2, "sandbox": 1}, {"sandbox": 3}]
+LABELS = [{}, {}, {"zone": "a"}, {"zone": "b", "gpu_type": "h100"}]
+AMPLE = Resource(
+    gpu=10_000,
+    cpu=1_000_000,
+    memory_gb=1_000_000,
+    concurrency=1_000_000,
+    named={"licence": 1_000_000, "sandbox": 1_000_000},
+)
 
 samples = st.builds(
-    lambda gpu, rest: Resource(gpu=gpu, cpu=rest[0], memory_gb=rest[1]), st.sampled_from(SHARES), st.sampled_from(REST)
-)
+    lambda gpu, rest, named, labels: Resource(
+        gpu=gpu, cpu=rest[0], memory_gb=rest[1], named=named, required_labels=labels
+    ),
+    st.sampled_from(SHARES),
+    st.sampled_from(REST) | st.just((0.0, 0.0)),
+    st.sampled_from(NAMED),
+    st.sampled_from(LABELS),
+).filter(lambda sample: bool(sample.gpu or sample.cpu or sample.memory_gb or sample.named))
 Held = tuple[Lease, list[Token | None]]
 
 
 def demand_of(sample: Resource) -> Demand:
-    return Demand.of(sample.gpu, sample.cpu, sample.memory_gb)
+    return Demand.of(sample.gpu, sample.cpu, sample.memory_gb, sample.named, sample.required_labels)
 
 
 class PoolAgainstReference(RuleBasedStateMachine):
@@ -39,12 +53,17 @@ class PoolAgainstReference(RuleBasedStateMachine):
         gpus=st.lists(st.integers(0, 15), max_size=10, unique=True),
         cpu=st.sampled_from([0.0, 3.0, 17.5, 96.0]),
         memory_gb=st.sampled_from([0.0, 5.0, 320.0]),
+        named=st.dictionaries(st.sampled_from(["licence", "sandbox"]), st.integers(1, 9)),
+        labels=st.sampled_from([{}, {"zone": "a"}, {"zone": "b", "gpu_type": "h100"}, {"zone": "b"}]),
     )
-    def add_node(self, gpus: list[int], cpu: float, memory_gb: float) -> None:
+    def add_node(
+        self, gpus: list[int], cpu: float, memory_gb: float, named: dict[str, int], labels: dict[str, str]
+    ) -> None:
         name = f"node-{self.added}"
         self.added += 1
-        self.pool.add_node(NodeResource(node_ip=name, gpus=gpus, cpu=cpu, memory_gb=memory_gb))
-        self.reference.add(name, gpus, cpu, memory_gb)
+        node = NodeResource(node_ip=name, gpus=gpus, cpu=cpu, memory_gb=memory_gb, named=named, labels=labels)
+        self.pool.add_node(node)
+        self.reference.add(name, gpus, cpu, memory_gb, named, labels)
 
     @rule(target=leases, sample=samples, count=st.integers(1, 3) | st.integers(1, 60))
     def acquire(self, sample: Resource, count: int) -> Held:
@@ -104,7 +123,15 @@ class PoolAgainstReference(RuleBasedStateMachine):
     @invariant()
     def both_are_alike(self) -> None:
         expected = [
-            (node.name, [free for _, free in sorted(node.gpus.items())], node.cpu, node.memory, node.tokens)
+            (
+                node.name,
+                [free for _, free in sorted(node.gpus.items())],
+                node.cpu,
+                node.memory,
+                node.named,
+                node.labels,
+                node.tokens,
+            )
             for node in self.reference.present()
         ]
         actual = [
@@ -113,6 +140,8 @@ class PoolAgainstReference(RuleBasedStateMachine):
                 [round(free * 1e6) for free in node.gpu_free],
                 round(node.cpu_free * 1000),
                 round(node.memory_gb_free * 1024),
+                node.named_free,
+                node.labels,
                 node.tokens,
             )
             for node in self.pool.nodes()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,14 +26,24 @@ from py_scheduler.domain.leases import (
 )
 from py_scheduler.domain.requests import NodeView
 from py_scheduler.domain.resources import Resource
+from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire import placement as wire
 from tests.support import strategies
 
 amounts = st.floats(0, 1e6)
 positive = st.floats(0.001, 1e6)
 counts = st.integers(0, 2**31)
-samples = st.builds(Resource, gpu=positive, cpu=amounts, memory_gb=amounts)
-budgets = st.builds(Resource, gpu=amounts, cpu=amounts, memory_gb=amounts, concurrency=st.integers(1, 2**31))
+labels = st.dictionaries(strategies.resource_names, strategies.resource_names, max_size=3)
+named = st.dictionaries(strategies.resource_names, st.integers(1, 2**32 - 1), max_size=3)
+samples = st.builds(Resource, gpu=positive, cpu=amounts, memory_gb=amounts, named=named, required_labels=labels)
+budgets = st.builds(
+    Resource,
+    gpu=amounts,
+    cpu=amounts,
+    memory_gb=amounts,
+    concurrency=st.integers(1, 2**31),
+    named=st.dictionaries(strategies.resource_names, st.integers(1, 2**63 - 1), max_size=3),
+)
 demands = st.builds(PlacementDemand, per_sample=samples, max_tokens=st.integers(1, 16_384), budget=st.none() | budgets)
 terms = st.builds(
     LeaseTerms,
@@ -64,6 +77,9 @@ nodes = st.builds(
     free_gpus=st.lists(amounts, max_size=3).map(tuple),
     free_cpu=amounts,
     free_memory_gb=amounts,
+    named=named,
+    free_named=st.dictionaries(strategies.resource_names, counts, max_size=3),
+    labels=labels,
 )
 shortages = st.builds(
     NodeShortageView,
@@ -71,6 +87,8 @@ shortages = st.builds(
     free_tokens=counts,
     max_tokens=counts,
     short=st.lists(st.sampled_from(Shortage), max_size=5).map(tuple),
+    short_named=st.lists(strategies.resource_names, max_size=3).map(tuple),
+    lacking_labels=labels,
 )
 
 
@@ -125,6 +143,37 @@ def test_release(request: ReleaseRequest, reply: ReleaseReply) -> None:
 def test_answers_to_questions(capacity: CapacityView, placement: PlacementView) -> None:
     assert wire.decode_capacity(wire.encode_capacity(capacity)) == capacity
     assert wire.decode_placement(wire.encode_placement(placement)) == placement
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "value", "path"),
+    [
+        ("named", "licence", 2**32, "per_sample.named.licence"),
+        ("named", "a b", 1, "per_sample.named"),
+        ("required_labels", "zone", "", "per_sample.required_labels.zone"),
+        ("required_labels", "-", "a", "per_sample.required_labels"),
+    ],
+)
+def test_bad_names_and_amounts_are_refused_by_their_field(field: str, name: str, value: Any, path: str) -> None:
+    message = service.ExplainPlacementRequest(max_tokens=1)
+    message.per_sample.gpu = 1
+    getattr(message.per_sample, field)[name] = value
+    with pytest.raises(InvalidArgumentError) as caught:
+        wire.decode_explain_request(message)
+    assert [violation.field for violation in caught.value.violations] == [path]
+    extras: dict[str, Any] = {field: {name: value}}
+    sample = Resource(gpu=1, **extras)
+    with pytest.raises(InvalidArgumentError) as caught:
+        wire.encode_explain_request(PlacementDemand(per_sample=sample, max_tokens=1))
+    assert [violation.field for violation in caught.value.violations] == [path]
+
+
+def test_no_more_names_are_read_than_it_takes_to_refuse_them() -> None:
+    message = service.ExplainPlacementRequest(max_tokens=1)
+    for number in range(100):
+        message.per_sample.named[f"n{number}"] = 1
+    with pytest.raises(InvalidArgumentError, match=r"per_sample\.named: has 65 names, at most 64 can be"):
+        wire.decode_explain_request(message)
 
 
 def test_a_budget_without_concurrency_is_limited_by_max_tokens() -> None:

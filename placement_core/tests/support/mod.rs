@@ -7,12 +7,24 @@ pub(crate) const MICRO: u64 = 1_000_000;
 /// Free GPU, CPU and memory: nodes are preferred by these, in this order.
 type Rank = (u64, u64, u64);
 
-/// What one token takes: micro-GPU, milli-cores, MiB.
+/// Named resources and labels that there can be; [`Extras`] have them in this order.
+pub(crate) const NAMES: [&str; 2] = ["licence", "sandbox"];
+pub(crate) const LABELS: [&str; 2] = ["zone", "gpu_type"];
+
+/// Amounts of the named resources, and values of the labels: of a node what it has, of a demand what it wants.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Extras {
+    pub(crate) named: [u64; 2],
+    pub(crate) labels: [Option<&'static str>; 2],
+}
+
+/// What one token takes: micro-GPU, milli-cores, MiB, and the rest.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlainDemand {
     pub(crate) gpu: u64,
     pub(crate) cpu: u64,
     pub(crate) memory: u64,
+    pub(crate) extras: Extras,
 }
 
 #[derive(Debug, Clone)]
@@ -21,6 +33,7 @@ pub(crate) struct PlainNode {
     pub(crate) gpus: BTreeMap<u32, u64>,
     pub(crate) cpu: u64,
     pub(crate) memory: u64,
+    pub(crate) extras: Extras,
     pub(crate) takes_tokens: bool,
     pub(crate) leaves_when_empty: bool,
     pub(crate) tokens: u64,
@@ -30,6 +43,14 @@ impl PlainNode {
     fn choose(&self, demand: PlainDemand) -> Option<Vec<u32>> {
         if !self.takes_tokens || demand.cpu > self.cpu || demand.memory > self.memory {
             return None;
+        }
+        for at in 0..2 {
+            let (wanted, own) = (demand.extras, self.extras);
+            if wanted.named[at] > own.named[at]
+                || wanted.labels[at].is_some() && wanted.labels[at] != own.labels[at]
+            {
+                return None;
+            }
         }
         if demand.gpu == 0 {
             return Some(Vec::new());
@@ -50,6 +71,9 @@ impl PlainNode {
         }
         self.cpu -= token.demand.cpu;
         self.memory -= token.demand.memory;
+        for (free, amount) in self.extras.named.iter_mut().zip(token.demand.extras.named) {
+            *free -= amount;
+        }
         self.tokens += 1;
     }
 
@@ -59,6 +83,9 @@ impl PlainNode {
         }
         self.cpu += token.demand.cpu;
         self.memory += token.demand.memory;
+        for (free, amount) in self.extras.named.iter_mut().zip(token.demand.extras.named) {
+            *free += amount;
+        }
         self.tokens -= 1;
     }
 }
@@ -76,12 +103,13 @@ pub(crate) struct PlainPool {
 }
 
 impl PlainPool {
-    pub(crate) fn add(&mut self, name: &str, gpus: u32, cpu: u64, memory: u64) {
+    pub(crate) fn add(&mut self, name: &str, gpus: u32, cpu: u64, memory: u64, extras: Extras) {
         let node = PlainNode {
             name: name.to_string(),
             gpus: (0..gpus).map(|id| (id, MICRO)).collect(),
             cpu,
             memory,
+            extras,
             takes_tokens: true,
             leaves_when_empty: false,
             tokens: 0,

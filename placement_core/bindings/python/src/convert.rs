@@ -1,14 +1,14 @@
 //! Python values as values of the core.
 //!
-//! A `Resource` is frozen, so its conversion is remembered by identity while a reference is held: the cache can never
-//! be wrong, and other types are never put into it.
+//! A `Resource` is frozen, its mappings included, so its conversion is remembered by identity while a reference is held:
+//! the cache can never be wrong, and other types are never put into it.
 
 use std::sync::{Mutex, PoisonError};
 
 use placement_core::{Budget, Demand, NodeSpec};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyType;
+use pyo3::types::{PyDict, PyType};
 
 use crate::errors::{Violation, invalid, invalid_field, map};
 
@@ -39,14 +39,71 @@ fn concurrency(value: &Bound<'_, PyAny>, at: &str) -> PyResult<u64> {
 }
 
 fn demand_of(value: &Bound<'_, PyAny>, at: &str) -> PyResult<Demand> {
+    let fail = |error| map(value.py(), &error, at);
     let [gpu, cpu, memory_gb] = amounts(value, at)?;
-    let demand = Demand::new(gpu, cpu, memory_gb).map_err(|error| map(value.py(), &error, at))?;
-    Ok(demand.with_concurrency(concurrency(value, at)?))
+    let mut demand =
+        Demand::new(gpu, cpu, memory_gb).map_err(fail)?.with_concurrency(concurrency(value, at)?);
+    for (name, count) in sound_entries::<u64>(value, at, "named")? {
+        demand = demand.with_resource(&name, count).map_err(fail)?;
+    }
+    for (key, wanted) in sound_entries::<String>(value, at, "required_labels")? {
+        demand = demand.requiring(&key, &wanted).map_err(fail)?;
+    }
+    Ok(demand)
 }
 
+/// Labels say where a sample may run, and nothing about a budget.
 fn budget_of(value: &Bound<'_, PyAny>, at: &str) -> PyResult<Budget> {
+    let fail = |error| map(value.py(), &error, at);
     let [gpu, cpu, memory_gb] = amounts(value, at)?;
-    Budget::new(gpu, cpu, memory_gb, concurrency(value, at)?).map_err(|error| map(value.py(), &error, at))
+    let mut budget = Budget::new(gpu, cpu, memory_gb, concurrency(value, at)?).map_err(fail)?;
+    for (name, count) in sound_entries::<u64>(value, at, "named")? {
+        budget = budget.with_resource(&name, count).map_err(fail)?;
+    }
+    Ok(budget)
+}
+
+fn sound_entries<T: Value>(value: &Bound<'_, PyAny>, at: &str, field: &str) -> PyResult<Vec<(String, T)>> {
+    let (entries, faults) = entries(&value.getattr(field)?, field);
+    if faults.is_empty() {
+        return Ok(entries);
+    }
+    let violation = |(field, description): Fault| Violation { field: format!("{at}.{field}"), description };
+    Err(invalid(value.py(), &faults.into_iter().map(violation).collect::<Vec<_>>()))
+}
+
+/// What a mapping can hold as a value, and how to say what it cannot.
+trait Value: for<'a, 'py> FromPyObject<'a, 'py> {
+    const EXPECTED: &'static str;
+}
+
+impl Value for u64 {
+    const EXPECTED: &'static str = "must be a whole number from 0 to 2^64 - 1";
+}
+
+impl Value for String {
+    const EXPECTED: &'static str = "must be a string";
+}
+
+/// A faulty field and what is wrong with it.
+type Fault = (String, String);
+
+/// The entries of a mapping from strings, and what is wrong with those that are none.
+fn entries<T: Value>(mapping: &Bound<'_, PyAny>, field: &str) -> (Vec<(String, T)>, Vec<Fault>) {
+    let (mut entries, mut faults) = (Vec::new(), Vec::new());
+    let Ok(mapping) = mapping.cast::<PyDict>() else {
+        return (entries, vec![(field.to_string(), format!("{mapping} is not a dict"))]);
+    };
+    for (key, value) in mapping {
+        match (key.extract::<String>(), value.extract::<T>()) {
+            (Ok(name), Ok(value)) => entries.push((name, value)),
+            (Ok(name), Err(_)) => {
+                faults.push((format!("{field}.{name}"), format!("{value} {}", T::EXPECTED)));
+            }
+            (Err(_), _) => faults.push((field.to_string(), format!("the name {key} is not a string"))),
+        }
+    }
+    (entries, faults)
 }
 
 fn amounts(value: &Bound<'_, PyAny>, at: &str) -> PyResult<[f64; 3]> {
@@ -71,26 +128,33 @@ struct Slots {
 pub(crate) struct DemandCache(Mutex<Slots>);
 
 impl DemandCache {
-    /// The demand of `per_sample`.
-    pub(crate) fn demand(&self, per_sample: &Bound<'_, PyAny>) -> PyResult<Demand> {
-        self.find(None, per_sample).map(|(demand, _)| demand)
+    /// Reads the demand of `per_sample`.
+    pub(crate) fn with_demand<R>(
+        &self,
+        per_sample: &Bound<'_, PyAny>,
+        read: impl FnOnce(&Demand) -> R,
+    ) -> PyResult<R> {
+        self.find(None, per_sample, |demand, _| read(demand))
     }
 
-    /// The demand of `per_sample` and how many tokens of it `budget` holds.
-    pub(crate) fn tokens(
+    /// Reads the demand of `per_sample`, and how many tokens of it `budget` holds.
+    pub(crate) fn with_tokens<R>(
         &self,
         budget: &Bound<'_, PyAny>,
         per_sample: &Bound<'_, PyAny>,
-    ) -> PyResult<(Demand, u64)> {
-        self.find(Some(budget), per_sample)
+        read: impl FnOnce(&Demand, u64) -> R,
+    ) -> PyResult<R> {
+        self.find(Some(budget), per_sample, read)
     }
 
+    /// `read` must run no Python code, since the cache is locked meanwhile: a copy of the demand would cost more.
     #[inline]
-    fn find(
+    fn find<R>(
         &self,
         budget: Option<&Bound<'_, PyAny>>,
         per_sample: &Bound<'_, PyAny>,
-    ) -> PyResult<(Demand, u64)> {
+        read: impl FnOnce(&Demand, u64) -> R,
+    ) -> PyResult<R> {
         let is_same = |held: &Option<Py<PyAny>>| match (held, budget) {
             (Some(held), Some(budget)) => held.is(budget),
             (None, None) => true,
@@ -100,7 +164,7 @@ impl DemandCache {
             let slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             for known in &slots.entries {
                 if known.per_sample.is(per_sample) && is_same(&known.budget) {
-                    return Ok((known.demand, known.tokens));
+                    return Ok(read(&known.demand, known.tokens));
                 }
             }
         }
@@ -112,13 +176,14 @@ impl DemandCache {
                 budget_of(budget, "budget")?.tokens(&demand).map_err(|error| map(py, &error, "budget"))?
             }
         };
+        let result = read(&demand, tokens);
         if is_frozen_resource(per_sample) && budget.is_none_or(is_frozen_resource) {
             let budget = budget.map(|budget| budget.clone().unbind());
             let entry = Remembered { budget, per_sample: per_sample.clone().unbind(), demand, tokens };
             // Dropped after the lock is, since dropping a Python object may run code.
             let _replaced = self.remember(entry);
         }
-        Ok((demand, tokens))
+        Ok(result)
     }
 
     fn remember(&self, entry: Remembered) -> Option<Remembered> {
@@ -134,29 +199,36 @@ impl DemandCache {
 }
 
 /// A node description, and what in it has a wrong type; those fields hold a harmless value instead.
-fn node_of(node: &Bound<'_, PyAny>) -> PyResult<(NodeSpec, Vec<(&'static str, String)>)> {
+fn node_of(node: &Bound<'_, PyAny>) -> PyResult<(NodeSpec, Vec<Fault>)> {
     let mut wrong = Vec::new();
     let (name, gpus) = (node.getattr("node_ip")?, node.getattr("gpus")?);
     let name = name.extract::<String>().unwrap_or_else(|_| {
-        wrong.push(("node_ip", format!("{name} is not a string")));
+        wrong.push(("node_ip".to_string(), format!("{name} is not a string")));
         "?".to_string()
     });
     let gpu_ids = gpus.extract::<Vec<i64>>().unwrap_or_else(|_| {
-        wrong.push(("gpus", format!("{gpus} is not a list of GPU ids")));
+        wrong.push(("gpus".to_string(), format!("{gpus} is not a list of GPU ids")));
         Vec::new()
     });
     let mut amount = |field: &'static str| -> PyResult<f64> {
         let given = node.getattr(field)?;
         Ok(given.extract().unwrap_or_else(|_| {
-            wrong.push((field, format!("{given} is not a number")));
+            wrong.push((field.to_string(), format!("{given} is not a number")));
             0.0
         }))
     };
     let (cpu, memory_gb) = (amount("cpu")?, amount("memory_gb")?);
-    Ok((NodeSpec::new(name, gpu_ids, cpu, memory_gb), wrong))
+    let mut spec = NodeSpec::new(name, gpu_ids, cpu, memory_gb);
+    let (named, faults) = entries(&node.getattr("named")?, "named");
+    spec.named.extend(named);
+    wrong.extend(faults);
+    let (labels, faults) = entries(&node.getattr("labels")?, "labels");
+    spec.labels.extend(labels);
+    wrong.extend(faults);
+    Ok((spec, wrong))
 }
 
-type Faults = Vec<(usize, &'static str, String)>;
+type Faults = Vec<(usize, String, String)>;
 
 fn nodes_with_faults(nodes: &Bound<'_, PyAny>) -> PyResult<(Vec<NodeSpec>, Faults)> {
     let (mut specs, mut faults) = (Vec::new(), Faults::new());
@@ -166,7 +238,7 @@ fn nodes_with_faults(nodes: &Bound<'_, PyAny>) -> PyResult<(Vec<NodeSpec>, Fault
         faults.extend(wrong.into_iter().map(|(field, description)| (index, field, description)));
     }
     for fault in placement_core::check_nodes(&specs) {
-        faults.push((fault.index, fault.field, fault.description));
+        faults.push((fault.index, fault.field.into_owned(), fault.description));
     }
     faults.sort_by_key(|fault| fault.0);
     Ok((specs, faults))
@@ -175,11 +247,7 @@ fn nodes_with_faults(nodes: &Bound<'_, PyAny>) -> PyResult<(Vec<NodeSpec>, Fault
 /// Every fault of a list of nodes as (index, field, description).
 #[pyfunction]
 pub(crate) fn check_nodes(nodes: &Bound<'_, PyAny>) -> PyResult<Vec<(usize, String, String)>> {
-    let (_, faults) = nodes_with_faults(nodes)?;
-    Ok(faults
-        .into_iter()
-        .map(|(index, field, description)| (index, field.to_string(), description))
-        .collect())
+    nodes_with_faults(nodes).map(|(_, faults)| faults)
 }
 
 /// How many tokens of `per_sample` a budget holds.
@@ -195,7 +263,7 @@ pub(crate) fn nodes(nodes: &Bound<'_, PyAny>) -> PyResult<Vec<NodeSpec>> {
     if faults.is_empty() {
         return Ok(specs);
     }
-    let violation = |(index, field, description): (usize, &str, String)| Violation {
+    let violation = |(index, field, description): (usize, String, String)| Violation {
         field: format!("nodes[{index}].{field}"),
         description: format!("node '{}' {description}", specs[index].name),
     };
@@ -209,7 +277,7 @@ pub(crate) fn node(node: &Bound<'_, PyAny>) -> PyResult<NodeSpec> {
         return Ok(spec);
     }
     let violation =
-        |(field, description): (&str, String)| Violation { field: format!("node.{field}"), description };
+        |(field, description): (String, String)| Violation { field: format!("node.{field}"), description };
     Err(invalid(node.py(), &wrong.into_iter().map(violation).collect::<Vec<_>>()))
 }
 

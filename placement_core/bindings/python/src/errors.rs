@@ -37,6 +37,9 @@ pub(crate) fn map(py: Python<'_>, error: &PlacementError, at: &str) -> PyErr {
         PlacementError::InvalidAmount { field, value, fault } => {
             invalid_field(py, format!("{at}.{field}"), format!("{value} {fault}"))
         }
+        PlacementError::InvalidField { field, description } => {
+            invalid_field(py, format!("{at}.{field}"), description.as_str())
+        }
         PlacementError::InvalidNodes(faults) => {
             let violations: Vec<Violation> = faults
                 .iter()

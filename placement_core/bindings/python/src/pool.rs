@@ -35,9 +35,10 @@ impl PlacementPool {
         per_sample: &Bound<'_, PyAny>,
         max_tokens: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Lease>> {
-        let (demand, tokens) = self.demands.tokens(budget, per_sample)?;
-        let wanted = tokens.min(count(max_tokens, "max_tokens")?);
-        let lease = self.pool.try_acquire(&demand, wanted);
+        let max_tokens = count(max_tokens, "max_tokens")?;
+        let lease = self.demands.with_tokens(budget, per_sample, |demand, tokens| {
+            self.pool.try_acquire(demand, tokens.min(max_tokens))
+        })?;
         let lease = lease.map_err(|error| map(per_sample.py(), &error, "max_tokens"))?;
         Ok(lease.map(|lease| Lease::new(lease, per_sample)))
     }
@@ -45,7 +46,6 @@ impl PlacementPool {
     /// Takes room that is already in use, also on draining nodes. `FailedPreconditionError` when it is not there.
     fn adopt(&self, per_sample: &Bound<'_, PyAny>, tokens: &Bound<'_, PyAny>) -> PyResult<Lease> {
         let py = tokens.py();
-        let demand = self.demands.demand(per_sample)?;
         let mut placements = Vec::new();
         for token in tokens.try_iter()? {
             let token = token?;
@@ -56,24 +56,25 @@ impl PlacementPool {
             })?;
             placements.push(Placement::new(token.getattr("node_ip")?.extract::<String>()?, gpu_ids));
         }
-        let lease = self.pool.adopt(&demand, &placements).map_err(|error| map(py, &error, "tokens"))?;
+        let lease = self.demands.with_demand(per_sample, |demand| self.pool.adopt(demand, &placements))?;
+        let lease = lease.map_err(|error| map(py, &error, "tokens"))?;
         Ok(Lease::new(lease, per_sample))
     }
 
     /// Tokens that the pool holds when empty, draining nodes left out. Never waits for an acquire.
     fn max_tokens_for(&self, per_sample: &Bound<'_, PyAny>) -> PyResult<u64> {
-        Ok(self.pool.max_tokens_for(&self.demands.demand(per_sample)?))
+        self.demands.with_demand(per_sample, |demand| self.pool.max_tokens_for(demand))
     }
 
     /// Tokens that fit now.
     fn free_tokens_for(&self, per_sample: &Bound<'_, PyAny>) -> PyResult<u64> {
-        Ok(self.pool.free_tokens_for(&self.demands.demand(per_sample)?))
+        self.demands.with_demand(per_sample, |demand| self.pool.free_tokens_for(demand))
     }
 
     /// Why n tokens fit or not, node by node.
     fn explain(&self, per_sample: &Bound<'_, PyAny>, n: &Bound<'_, PyAny>) -> PyResult<Explanation> {
         let wanted = count(n, "n")?;
-        Ok(Explanation::new(self.pool.explain(&self.demands.demand(per_sample)?, wanted)))
+        self.demands.with_demand(per_sample, |demand| Explanation::new(self.pool.explain(demand, wanted)))
     }
 
     /// Every node with its supply and what is free.

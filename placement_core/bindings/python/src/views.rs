@@ -1,5 +1,8 @@
 //! Answers for display: plain values, copied out of the pool.
 
+use std::collections::BTreeMap;
+
+use placement_core::Shortage;
 use pyo3::prelude::*;
 
 /// A node with its supply and what is free, in GPUs, cores and GiB.
@@ -12,6 +15,11 @@ pub(crate) struct NodeUsage {
     cpu_free: f64,
     memory_gb: f64,
     memory_gb_free: f64,
+    /// Named resources in all.
+    named: BTreeMap<String, u64>,
+    /// Named resources free.
+    named_free: BTreeMap<String, u64>,
+    labels: BTreeMap<String, String>,
     tokens: u64,
     phase: &'static str,
 }
@@ -26,6 +34,9 @@ impl NodeUsage {
             cpu_free: usage.cpu_free,
             memory_gb: usage.memory_gb,
             memory_gb_free: usage.memory_gb_free,
+            named: usage.named,
+            named_free: usage.named_free,
+            labels: usage.labels,
             tokens: usage.tokens,
             phase: usage.phase.as_str(),
         }
@@ -36,7 +47,7 @@ impl NodeUsage {
 impl NodeUsage {
     fn __repr__(&self) -> String {
         format!(
-            "<NodeUsage {} {}: {} tokens, GPUs free {:?}, CPU {} of {}, GiB {} of {}>",
+            "<NodeUsage {} {}: {} tokens, GPUs free {:?}, CPU {} of {}, GiB {} of {}, named {:?} of {:?}, labels {:?}>",
             self.node_ip,
             self.phase,
             self.tokens,
@@ -44,7 +55,10 @@ impl NodeUsage {
             self.cpu_free,
             self.cpu,
             self.memory_gb_free,
-            self.memory_gb
+            self.memory_gb,
+            self.named_free,
+            self.named,
+            self.labels
         )
     }
 }
@@ -55,16 +69,51 @@ pub(crate) struct NodeExplanation {
     node_ip: String,
     free_tokens: u64,
     max_tokens: u64,
-    /// What stops the next token; empty when all that is wanted fits on this node alone.
+    /// What stops the next token, the kinds; empty when all that is wanted fits on this node alone.
     short: Vec<&'static str>,
+    /// The named resources among it.
+    short_named: Vec<String>,
+    /// The required labels that the node lacks.
+    lacking_labels: BTreeMap<String, String>,
+}
+
+impl NodeExplanation {
+    fn new(node: &placement_core::NodeExplanation) -> Self {
+        let mut view = Self {
+            node_ip: node.node.clone(),
+            free_tokens: node.free_tokens,
+            max_tokens: node.max_tokens,
+            short: Vec::new(),
+            short_named: Vec::new(),
+            lacking_labels: BTreeMap::new(),
+        };
+        for short in &node.short {
+            match short {
+                Shortage::Named(name) => view.short_named.push(name.clone()),
+                Shortage::Label(key, value) => {
+                    view.lacking_labels.insert(key.clone(), value.clone());
+                }
+                _ => {}
+            }
+            if !view.short.contains(&short.as_str()) {
+                view.short.push(short.as_str());
+            }
+        }
+        view
+    }
 }
 
 #[pymethods]
 impl NodeExplanation {
     fn __repr__(&self) -> String {
         format!(
-            "<NodeExplanation {}: {} of {} tokens free, short of {:?}>",
-            self.node_ip, self.free_tokens, self.max_tokens, self.short
+            "<NodeExplanation {}: {} of {} tokens free, short of {:?} {:?} {:?}>",
+            self.node_ip,
+            self.free_tokens,
+            self.max_tokens,
+            self.short,
+            self.short_named,
+            self.lacking_labels
         )
     }
 }
@@ -108,21 +157,16 @@ impl Explanation {
         self.explanation.fits_ever()
     }
 
-    /// On how many nodes each thing is short, the most frequent first.
+    /// On how many nodes each thing is short, the most frequent first, in words: `cpu`, `named.licence`,
+    /// `label zone=a`.
     #[getter]
-    fn shortages(&self) -> Vec<(&'static str, usize)> {
-        self.explanation.shortages().into_iter().map(|(short, nodes)| (short.as_str(), nodes)).collect()
+    fn shortages(&self) -> Vec<(String, usize)> {
+        self.explanation.shortages().into_iter().map(|(short, nodes)| (short.to_string(), nodes)).collect()
     }
 
     #[getter]
     fn nodes(&self) -> Vec<NodeExplanation> {
-        let view = |node: &placement_core::NodeExplanation| NodeExplanation {
-            node_ip: node.node.clone(),
-            free_tokens: node.free_tokens,
-            max_tokens: node.max_tokens,
-            short: node.short.iter().map(|short| short.as_str()).collect(),
-        };
-        self.explanation.nodes.iter().map(view).collect()
+        self.explanation.nodes.iter().map(NodeExplanation::new).collect()
     }
 
     fn __str__(&self) -> String {
