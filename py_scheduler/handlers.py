@@ -12,26 +12,41 @@ from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.errors import ConfigError, FieldViolation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
+    Parts = Mapping[str, Callable[[object, str], object]]
+
 _MAX_NAMES = 8
+_METHODS = {"run": "self, episode", "eval": "self, episode, result", "eval_group": "self, task, samples"}
+_OPTIONAL = ("eval_group",)
 
 
-def make_handler(name: str, arguments: dict[str, Any], key: str) -> BaseAgent:
-    """Imports `module:Class` and makes one. Raises ConfigError with what went wrong where; `key` is the evaluator's."""
+def make_handler(name: str, arguments: dict[str, Any], key: str, parts: Parts | None = None) -> BaseAgent:
+    """Imports `module:Class` and makes one. Raises ConfigError with what went wrong where; `key` is the evaluator's.
+
+    parts: what a constructor gets by the name of its parameter. Each is made from the argument of that name (None
+    without one), and called by the key that is its second argument in errors.
+    """
     module_name, _, class_name = name.partition(":")
     found = _find(_import(module_name, f"{key}.handler"), class_name, f"{key}.handler")
     if not (inspect.isclass(found) and issubclass(found, BaseAgent)):
         raise ConfigError(f"{name} is no subclass of py_scheduler.domain.evaluator.BaseAgent", f"{key}.handler")
     faults = [
         FieldViolation(f"{key}.handler", f"{name} {fault}: it must have `async def {method}({parameters})`")
-        for method, parameters in (("run", "self, episode"), ("eval", "self, episode, result"))
+        for method, parameters in _METHODS.items()
         if (fault := _method_fault(found, method))
     ]
     if faults:
         raise ConfigError(faults)
+    wanted = inspect.signature(found).parameters
+    made = {
+        part: make(arguments.get(part), f"{key}.handler_args.{part}")
+        for part, make in (parts or {}).items()
+        if part in wanted
+    }
     try:
-        return found(**arguments)
+        return found(**arguments | made)
     except Exception as error:  # a handler's constructor may raise anything
         reason = f"{name} does not take these arguments: {type(error).__name__}: {error}"
         raise ConfigError(reason, f"{key}.handler_args") from error
@@ -84,5 +99,5 @@ def _hint(name: str, names: list[str]) -> str:
 def _method_fault(handler_class: type[BaseAgent], method: str) -> str:
     function = getattr(handler_class, method)
     if function is getattr(BaseAgent, method):
-        return f"has no method {method}"
+        return "" if method in _OPTIONAL else f"has no method {method}"
     return "" if inspect.iscoroutinefunction(function) else f"defines {method} without async"

@@ -94,3 +94,45 @@ def test_methods_that_are_missing_or_not_async(tmp_path: Path, monkeypatch: pyte
         "half_agents:Plain defines run without async: it must have `async def run(self, episode)`",
         "half_agents:Plain defines eval without async: it must have `async def eval(self, episode, result)`",
     ]
+
+
+TOOLS = """
+from py_scheduler.domain.evaluator import BaseAgent
+
+class Tooled(BaseAgent):
+    def __init__(self, *, sandbox, turns=1):
+        self.sandbox, self.turns = sandbox, turns
+    async def run(self, episode):
+        pass
+    async def eval(self, episode, result):
+        pass
+"""
+
+
+def test_a_constructor_gets_the_parts_that_its_parameters_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tool_agents.py").write_text(TOOLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    asked: list[tuple[object, str]] = []
+
+    def make(table: object, key: str) -> str:
+        asked.append((table, key))
+        return "a sandbox"
+
+    arguments = {"turns": 3, "sandbox": {"memory_mib": 64}}
+    handler = make_handler("tool_agents:Tooled", arguments, "evaluator[2]", {"sandbox": make})
+    assert vars(handler) == {"sandbox": "a sandbox", "turns": 3}
+    make_handler("tool_agents:Tooled", {}, "evaluator[3]", {"sandbox": make})
+    make_handler(f"{SUPPORT}:Echo", {}, "evaluator[4]", {"sandbox": make})
+    assert asked == [
+        ({"memory_mib": 64}, "evaluator[2].handler_args.sandbox"),
+        (None, "evaluator[3].handler_args.sandbox"),
+    ]
+
+
+def test_a_group_scorer_without_async(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = "class Ranks(Echo):\n    def eval_group(self, task, samples):\n        return []\n"
+    (tmp_path / "rank_agents.py").write_text(f"from {SUPPORT} import Echo\n\n\n{scorer}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert fault_of("rank_agents:Ranks") == (
+        "rank_agents:Ranks defines eval_group without async: it must have `async def eval_group(self, task, samples)`"
+    )

@@ -1,0 +1,34 @@
+"""Conversations that go on after the model has spoken, for handlers of several turns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.generation import ChatMessage
+from py_scheduler.errors import FailedPreconditionError
+
+if TYPE_CHECKING:
+    from py_scheduler.domain.evaluator import Episode
+
+_ASKED = ChatMessage("user", "?")
+_SAID = "ok"
+
+
+async def observe_reply(episode: Episode, content: str) -> None:
+    """Appends a user's message behind what the model said: the end of its turn, the message, the opening of the next.
+
+    What stands in the context stays as it is, token for token. A chat template only encodes whole conversations, so a
+    short one is encoded, and what stands behind its answer is taken. Raises FailedPreconditionError when the template
+    changes an answer that is followed by something, since then no template of this model describes the context.
+    """
+    before = [*await episode.encode_chat([_ASKED]), *await episode.encode(_SAID)]
+    whole = await episode.encode_chat([_ASKED, ChatMessage("assistant", _SAID), ChatMessage("user", content)])
+    if whole[: len(before)] != before:
+        raise FailedPreconditionError(
+            "this model's chat template rewrites earlier answers: use a template without that for several turns"
+        )
+    added = whole[len(before) :]
+    # A model that ended its turn by itself has already given the token that ends it.
+    if added and episode.token_ids and episode.token_ids[-1] == added[0]:
+        del added[0]
+    episode.observe(added, f"user: {content}")
