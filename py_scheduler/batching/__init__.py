@@ -1,5 +1,6 @@
-"""How the tasks of one call are grouped into batches: the scheduler's one pluggable decision."""
+"""How the tasks of one call are grouped into batches, and in which order: the scheduler's one pluggable decision."""
 
 from py_scheduler.batching.fifo import BatchingStrategy, fifo_batching
+from py_scheduler.batching.interleave import interleave
 
-__all__ = ["BatchingStrategy", "fifo_batching"]
+__all__ = ["BatchingStrategy", "fifo_batching", "interleave"]

@@ -12,17 +12,21 @@ BatchingStrategy = Callable[[Sequence[Task], Mapping[str, EvaluatorSpec]], list[
 
 
 def fifo_batching(tasks: Sequence[Task], specs: Mapping[str, EvaluatorSpec]) -> list[Batch]:
-    """Groups tasks by type in the order they are met; a batch is full at its spec's batch_size (None: never)."""
+    """Groups tasks by type in the order they are met; a batch is full at its spec's batch_size (None: never).
+
+    Evals and training share room by weight, so no batch holds both.
+    """
     batches: list[Batch] = []
-    filling: dict[str, Batch] = {}
+    filling: dict[tuple[str, bool], Batch] = {}
     for task in tasks:
         task_type = task.config.task_type
-        batch = filling.get(task_type)
+        kind = (task_type, task.config.is_eval)
+        batch = filling.get(kind)
         if batch is None:
-            batch = filling[task_type] = Batch(task_type)
+            batch = filling[kind] = Batch(task_type)
             batches.append(batch)
         batch.tasks.append(task)
         spec = specs.get(task_type)
         if spec is not None and spec.batch_size is not None and len(batch.tasks) >= spec.batch_size:
-            del filling[task_type]
+            del filling[kind]
     return batches

@@ -96,6 +96,12 @@ def read_problem(task: Task) -> Problem:
         raise InvalidArgumentError(str(error), field) from error
 
 
+def numbered_problem(dataset: str, config: dict[str, Any], seed: int, number: int) -> Problem:
+    """Problem `number` (from 0, without an end) of a data set from `seed` on."""
+    chunk, index = divmod(number, PROBLEMS_PER_SEED)
+    return Problem(dataset=dataset, config=config, seed=seed + chunk * PROBLEMS_PER_SEED, index=index)
+
+
 def reasoning_gym_tasks(
     dataset: str,
     *,
@@ -115,8 +121,7 @@ def reasoning_gym_tasks(
     task_config = TaskConfig(task_type=task_type, repeat_times=repeat_times, dataset=dataset, sampling=sampling)
     tasks = []
     for number in range(count):
-        chunk, index = divmod(number, PROBLEMS_PER_SEED)
-        problem = Problem(dataset=dataset, config=settings, seed=seed + chunk * PROBLEMS_PER_SEED, index=index)
+        problem = numbered_problem(dataset, settings, seed, number)
         tasks.append(
             Task(
                 config=task_config,
@@ -188,7 +193,7 @@ class ReasoningGymAgent(BaseAgent):
         question, examples = await self._in_thread(self._problems.prompt, problem, self._example_count)
         messages = self._conversation(question, examples)
         await episode.observe_chat(messages)
-        generation = await episode.generate()
+        generation = await episode.generate(role=episode.choose_role())
         cut = generation.finish_reason is FinishReason.LENGTH
         return AgentResult(
             termination_reason="length" if cut else "answered",

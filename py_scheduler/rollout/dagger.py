@@ -1,0 +1,104 @@
+"""How the teacher's share β falls over a training run, and how the tail t_max grows. Source: seed 1, section 5."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.errors import FieldViolation, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Decay(StrEnum):
+    """The shape in which β goes from `beta_start` to `beta_end`.
+
+    LINEAR and COSINE arrive after `decay_iterations` and stay. EXPONENTIAL multiplies the distance to the end by `rate`
+    in each iteration, STEP does so every `step_iterations`; both come ever closer.
+    """
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    EXPONENTIAL = "exponential"
+    STEP = "step"
+
+
+class DAggerSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """β and t_max of each iteration, from 0.
+
+    beta_start, beta_end: probabilities, the end not above the start. t_max goes from t_max_start to t_max_end over
+    t_max_iterations, in a line, rounded to whole tokens; 0 means that the schedule says nothing about the tail.
+    Raises InvalidArgumentError with every fault.
+    """
+
+    decay: Decay = Decay.LINEAR
+    beta_start: float = 1.0
+    beta_end: float = 0.0
+    decay_iterations: int = 10
+    rate: float = 0.5
+    step_iterations: int = 1
+    t_max_start: int = 0
+    t_max_end: int = 0
+    t_max_iterations: int = 10
+
+    def __post_init__(self) -> None:
+        if violations := list(self._faults()):
+            raise InvalidArgumentError(violations)
+
+    def beta(self, rollout_id: int) -> float:
+        """The probability with which a turn of this iteration is the teacher's. It never rises with rollout_id."""
+        left = self._left(_checked(rollout_id))
+        if left == 1:
+            return self.beta_start
+        # A product and a sum of one term each: rounding keeps their order, which it does not for a weighted mean.
+        return min(self.beta_start, self.beta_end + left * (self.beta_start - self.beta_end))
+
+    def t_max(self, rollout_id: int) -> int:
+        """Tokens of the tail in this iteration; 0: nothing is said."""
+        done = min(1.0, _checked(rollout_id) / self.t_max_iterations)
+        return round(self.t_max_start + done * (self.t_max_end - self.t_max_start))
+
+    def context(self, rollout_id: int) -> IterationContext:
+        """What the episodes of this iteration are told."""
+        return IterationContext(rollout_id=rollout_id, beta=self.beta(rollout_id), t_max=self.t_max(rollout_id))
+
+    def _left(self, rollout_id: int) -> float:
+        """How much of the way from start to end is still ahead, from 1 to 0."""
+        match self.decay:
+            case Decay.LINEAR:
+                return 1 - min(1.0, rollout_id / self.decay_iterations)
+            case Decay.COSINE:
+                return (1 + math.cos(math.pi * min(1.0, rollout_id / self.decay_iterations))) / 2
+            case Decay.EXPONENTIAL:
+                return self.rate**rollout_id
+            case Decay.STEP:
+                return self.rate ** (rollout_id // self.step_iterations)
+
+    def _faults(self) -> Iterator[FieldViolation]:
+        for field in ("beta_start", "beta_end"):
+            value = getattr(self, field)
+            if not 0 <= value <= 1:
+                yield FieldViolation(field, f"is {value}, must be a probability from 0 to 1")
+        if self.beta_end > self.beta_start:
+            yield FieldViolation("beta_end", f"is {self.beta_end}, above beta_start ({self.beta_start}): β only falls")
+        if not 0 < self.rate < 1:
+            yield FieldViolation("rate", f"is {self.rate}, must be above 0 and below 1")
+        for field in ("decay_iterations", "step_iterations", "t_max_iterations"):
+            value = getattr(self, field)
+            if value < 1:
+                yield FieldViolation(field, f"is {value}, must be at least 1")
+        for field in ("t_max_start", "t_max_end"):
+            value = getattr(self, field)
+            if value < 0:
+                yield FieldViolation(field, f"is {value}, must be 0 (nothing is said) or more tokens")
+
+
+def _checked(rollout_id: int) -> int:
+    if rollout_id < 0:
+        raise InvalidArgumentError(f"is {rollout_id}, iterations count from 0", "rollout_id")
+    return rollout_id

@@ -1,0 +1,45 @@
+"""The `[rollout]` table: what one training step asks for, and what is kept of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from py_scheduler.rollout.dagger import DAggerSchedule
+from py_scheduler.rollout.filters import FilterSettings
+from py_scheduler.rollout.reuse import ReuseSettings
+
+Groups = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+Samples = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+
+
+class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a training loop does beyond running tasks. Relative paths count from the configuration's folder.
+
+    groups_per_step: groups that a step hands out. samples_per_group: repeats of every task; None: as its data set says.
+    n_samples_per_eval_prompt: copies of each eval prompt. refill_aborted: how often a sample that the infrastructure
+    ended is rolled out again instead of costing its group. export_environment: publish the iteration as STACX_*
+    variables too, for handlers that read those.
+
+    over_sampling: groups that are fetched for each that is missing; survivors beyond groups_per_step are dropped.
+    retained_reports: finished steps whose reports a server tells again to those who ask for them again.
+
+    artifact_dir: the folder of everything that is written. file_format: of saved samples; "pt" needs torch.
+    save_eval_details: a line for each sample and the placement of each turn; summaries are written anyway.
+    dagger: the schedule of β and t_max; None: no teacher.
+    """
+
+    groups_per_step: Groups = 32
+    samples_per_group: Samples | None = None
+    n_samples_per_eval_prompt: Samples = 1
+    refill_aborted: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = 0
+    over_sampling: Annotated[float, msgspec.Meta(ge=1, le=100)] = 1.0
+    retained_reports: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 64
+    export_environment: bool = False
+    artifact_dir: str = "rollouts"
+    file_format: Literal["parquet", "pt"] = "parquet"
+    save_eval_details: bool = False
+    filters: FilterSettings = FilterSettings()
+    dagger: DAggerSchedule | None = None
+    reuse: ReuseSettings = ReuseSettings()
