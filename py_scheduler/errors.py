@@ -17,6 +17,7 @@
     |   |-- EngineRejectedError        the engine refuses this request (not retried)
     |   |   `-- ContextOverflowError   ... because it is longer than the context
     |   `-- GenerationAbortedError     aborted while running
+    |-- SandboxError              a sandbox could not be set up, or broke down (infra_sandbox)
     |-- ModelFetchError           a model file could not be brought here
     `-- ServerError               the client's face of a failed call that has no better class
 
@@ -133,6 +134,10 @@ class ContextOverflowError(EngineRejectedError):
 
 class GenerationAbortedError(GenerationError):
     """The generation was aborted while it ran."""
+
+
+class SandboxError(SchedulerError):
+    """The sandbox that a handler works in failed; what ran inside it, and how that ended, is no such failure."""
 
 
 class ModelFetchError(SchedulerError):

@@ -11,14 +11,17 @@ import msgspec
 
 from py_scheduler.domain.generation import ChatMessage, Generation, SamplingParams, StoppingCriteria
 from py_scheduler.domain.resources import PlacementToken, Resource
-from py_scheduler.domain.results import AgentResult, Reward
+from py_scheduler.domain.results import AgentResult, Reward, SampleDone
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
-    from py_scheduler.domain.task import Sample
+    from py_scheduler.domain.iteration import IterationContext
+    from py_scheduler.domain.task import Sample, Task
 
 STUDENT = "student"
+TEACHER = "teacher"
 
 
 class Episode(Protocol):
@@ -27,6 +30,10 @@ class Episode(Protocol):
     sample: Sample
     attempt_no: int
     token: PlacementToken | None
+    iteration: IterationContext | None
+    """What the training loop says about the step; None when it said nothing."""
+    termination_reason: str
+    """Why the agent ends, in its own words, for the record when it raises; `run`'s result says it otherwise."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -44,6 +51,19 @@ class Episode(Protocol):
     @property
     def remaining_seconds(self) -> float | None:
         """Time left in this phase; None without a limit."""
+        ...
+
+    @property
+    def workdir(self) -> Path:
+        """A folder of this episode's own, made when it is first asked for and removed after the episode."""
+        ...
+
+    def choose_role(self) -> str:
+        """Who generates the next turn: the teacher with probability `iteration.beta`, else the student.
+
+        The draw is fixed by the step, the task's client_key, prompt and data, the sample and the turn, so that an
+        attempt made again mixes alike. Raises FailedPreconditionError when a teacher is wanted and none is configured.
+        """
         ...
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
@@ -78,6 +98,20 @@ class BaseAgent:
     async def eval(self, episode: Episode, result: AgentResult) -> Reward:
         """Scores what `run` returned."""
         raise NotImplementedError
+
+    async def eval_group(self, task: Task, samples: Sequence[SampleDone]) -> Sequence[Reward]:
+        """Optional: scores all samples of a task together, before its TaskDone.
+
+        Gets them in the order of sample_no, those that failed too, and returns one Reward to each. Called only when it
+        is overridden, and only for tasks of which a sample was played to its end; under `eval_timeout_seconds`, and
+        without a placement token.
+        """
+        raise NotImplementedError
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether `eval_group` is overridden."""
+        return type(self).eval_group is not BaseAgent.eval_group
 
 
 class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):

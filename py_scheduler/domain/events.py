@@ -10,7 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
-from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
+from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.domain.task import BatchId, Task
 
 
@@ -28,7 +29,10 @@ class AttemptRef(msgspec.Struct, frozen=True, gc=False):
 
 
 class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """One SubmitTasks call was taken in. Tasks of one call are accepted together or not at all."""
+    """One SubmitTasks call was taken in. Tasks of one call are accepted together or not at all.
+
+    group_scored: the task types among them whose handler scores all samples of a task together before its TaskDone.
+    """
 
     submission_id: str
     namespace: str
@@ -37,6 +41,8 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fals
     request_digest: bytes
     tasks: tuple[AcceptedTask, ...]
     unix_seconds: float
+    iteration: IterationContext | None = None
+    group_scored: frozenset[str] = frozenset()
 
 
 class AttemptsLeased(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
@@ -60,7 +66,8 @@ class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fal
 class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """An attempt is over. `samples` are final; there are none when `next_attempt_no` (0: none) will try again.
 
-    is_counted: whether it used up a retry; the end of the server's own process does not.
+    is_counted: whether it used up a retry; the end of the server's own process does not. is_refill: whether the next
+    attempt takes the place of one that the infrastructure failed, which no retry of the agent pays for.
     """
 
     submission_id: str
@@ -73,6 +80,7 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False
     next_attempt_no: int
     unix_seconds: float
     is_counted: bool = True
+    is_refill: bool = False
 
 
 class StopCause(StrEnum):
@@ -110,6 +118,8 @@ class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """The one terminal event of a task. The payloads are in its SampleDone records.
 
     outcomes: how many samples ended in each class. reason: why it is not SUCCEEDED.
+    rewards: what the handler's `eval_group` gave, one to a sample in the order of sample_no; these take the place of
+    the samples' own. Empty when the handler scores no groups.
     """
 
     submission_id: str
@@ -120,6 +130,7 @@ class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     outcomes: dict[Outcome, int]
     reason: str
     unix_seconds: float
+    rewards: tuple[Reward, ...] = ()
 
 
 Event = TasksAccepted | AttemptsLeased | AttemptStarted | AttemptEnded | AbortRequested | TaskDone
@@ -128,6 +139,7 @@ JournalledEvent = TasksAccepted | AttemptStarted | AttemptEnded | AbortRequested
 
 EVENT_BYTES = 600
 """What an event costs in memory beside its payload: within a factor of two, which is all that a limit needs."""
+_REWARD_BYTES = 100
 
 
 class EventRecord(msgspec.Struct, gc=False):
@@ -149,6 +161,8 @@ def approximate_size(event: Event) -> int:
         return EVENT_BYTES + sum([_sample_size(sample) for sample in event.samples])
     if type(event) is TasksAccepted:
         return sum([EVENT_BYTES + len(accepted.task.prompt) + len(accepted.task.data) for accepted in event.tasks])
+    if type(event) is TaskDone and event.rewards:
+        return EVENT_BYTES + _REWARD_BYTES * len(event.rewards)
     return EVENT_BYTES
 
 

@@ -11,11 +11,14 @@ from py_scheduler.domain.task import BatchId
 
 
 class TaskPhase(StrEnum):
-    """Where a task stands: the state of its foremost attempt, or that it had its TaskDone."""
+    """Where a task stands: the state of its foremost attempt, that its samples are there and are scored as a group,
+    or that it had its TaskDone.
+    """
 
     QUEUED = "queued"
     LEASED = "leased"
     RUNNING = "running"
+    SCORING = "scoring"
     DONE = "done"
 
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler.domain.cascade import DATASET_CONFIG_KEY, dataset_config
+from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import TaskConfig
 
 MAX_NAME_LENGTH = 512
@@ -66,6 +68,11 @@ _SAMPLING_RANGES = {
     "sampling_seed": Range(-_MAX_INT64 - 1, _MAX_INT64),
 }
 _STOPPING_RANGES = {"max_turns": Range(1, _MAX_INT32), "max_context_len": Range(1, _MAX_INT32)}
+_ITERATION_RANGES = {
+    "rollout_id": Range(0, _MAX_INT64),
+    "beta": Range(0, 1),
+    "t_max": Range(0, _MAX_INT64),
+}
 _DEADLINE = Range(0, MAX_DEADLINE_SECONDS, above_low=True)
 
 
@@ -87,6 +94,11 @@ def check_batch_id(batch_id: object) -> Iterator[FieldViolation]:
         yield FieldViolation("step", f'is {type(batch_id).__name__}, must be a step (7) or a label ("7/gsm8k")')
     elif not 0 <= batch_id <= _MAX_INT64:
         yield FieldViolation("step", f"is {batch_id}, must be 0 or more and fit 64 bits")
+
+
+def check_iteration(iteration: IterationContext) -> Iterator[FieldViolation]:
+    """A step before the first, or a probability that is none."""
+    yield from _outside(iteration, _ITERATION_RANGES)
 
 
 def _outside(params: object, ranges: dict[str, Range]) -> Iterator[FieldViolation]:
@@ -152,7 +164,7 @@ def check_task_config(config: TaskConfig) -> Iterator[FieldViolation]:
     deadline = config.task_deadline_seconds
     if deadline is not None and deadline not in _DEADLINE:
         yield FieldViolation("task_deadline_seconds", f"is {deadline}, must be {_DEADLINE}")
-    for field in ("max_failure_retries", "max_loss_retries"):
+    for field in RetryPolicy.__struct_fields__:
         retries = getattr(config.retry, field)
         if not 0 <= retries <= MAX_RETRIES:
             yield FieldViolation(f"retry.{field}", f"is {retries}, must be at least 0 and at most {MAX_RETRIES}")

@@ -7,16 +7,21 @@ from enum import StrEnum
 import msgspec
 
 from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, EventRecord, TaskDone
+from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey, Task
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Tasks to take in, all or none. The same request_id with the same content runs once, however often it is sent."""
+    """Tasks to take in, all or none. The same request_id with the same content runs once, however often it is sent.
+
+    iteration: what the training loop says about the step; each episode of these tasks sees it.
+    """
 
     request_id: str
     key: SubmissionKey
     tasks: tuple[Task, ...]
+    iteration: IterationContext | None = None
 
 
 class SubmitReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +134,10 @@ class GenerationEngineView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """Supply of one node and what is free of it; free_gpus stands in the order of gpu_ids."""
+    """Supply of one node and what is free of it; free_gpus stands in the order of gpu_ids.
+
+    named, free_named: of each named resource.
+    """
 
     node_ip: str
     gpu_ids: tuple[int, ...]
@@ -138,6 +146,21 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     free_gpus: tuple[float, ...]
     free_cpu: float
     free_memory_gb: float
+    named: dict[str, int] = {}
+    free_named: dict[str, int] = {}
+    labels: dict[str, str] = {}
+
+    @property
+    def words(self) -> str:
+        """What is free, for messages; `node_ip` and GPUs left out."""
+        return "  ".join(
+            [
+                f"cpu {self.free_cpu:g}/{self.cpu:g}",
+                f"memory_gb {self.free_memory_gb:g}/{self.memory_gb:g}",
+                *(f"{name} {self.free_named.get(name, 0):,}/{count:,}" for name, count in self.named.items()),
+                *(f"{key}={value}" for key, value in self.labels.items()),
+            ]
+        )
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):

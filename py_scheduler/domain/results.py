@@ -28,10 +28,16 @@ class Outcome(StrEnum):
         """Whether it says something about the model. Infrastructure failures and aborts never count in a rate."""
         return self in _MODEL_RESULTS
 
+    @property
+    def is_infra(self) -> bool:
+        """Whether the infrastructure failed, and not the agent."""
+        return self in _INFRA
+
 
 _MODEL_RESULTS = frozenset(
     {Outcome.SOLVED, Outcome.WRONG_ANSWER, Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW, Outcome.AGENT_TIMEOUT}
 )
+_INFRA = frozenset({Outcome.INFRA_CONN, Outcome.INFRA_SANDBOX, Outcome.INFRA_OTHER})
 
 
 class AttemptState(StrEnum):
@@ -48,7 +54,10 @@ class AttemptState(StrEnum):
 
 
 class TaskState(StrEnum):
-    """How a task ended: with all planned samples, with some, with none, or stopped on request."""
+    """How a task ended: with all planned samples, with some, with none, or stopped on request.
+
+    FAILED too when its samples are there and the handler could not score them as a group.
+    """
 
     SUCCEEDED = "succeeded"
     PARTIAL = "partial"
@@ -98,7 +107,7 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sample's terminal record; every planned sample of a task gets exactly one.
 
     termination_reason: the agent's own. error: what was raised, if anything. phase: the EpisodePhase that raised it.
-    node_ip, gpu_ids: where it ran; empty when it never did.
+    node_ip, gpu_ids: where it ran; empty when it never did. started_unix_seconds: when run began; 0 when it never did.
     """
 
     task_id: str
@@ -113,3 +122,4 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     node_ip: str = ""
     gpu_ids: tuple[int, ...] = ()
     timings: Timings = Timings()
+    started_unix_seconds: float = 0.0

@@ -17,12 +17,13 @@ DEFAULT_NAMESPACE = "default"
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
-    """How many new attempts a SubTask may have: after a failure or timeout of the agent, and after a lost worker or
-    node.
+    """How many new attempts a SubTask may have: after a failure or timeout of the agent, after a lost worker or node,
+    and (refills) after an attempt whose samples ended by a fault of the infrastructure.
     """
 
     max_failure_retries: int = 0
     max_loss_retries: int = 2
+    max_infra_refills: int = 0
 
 
 class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -30,6 +31,7 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     sampling, stopping: this task's own values; they beat the spec's, field by field.
     task_deadline_seconds: counted from acceptance; the task ends then, whatever it is doing. None: no deadline.
+    is_eval: whether it measures instead of producing training data; evals and training share room by weight.
     """
 
     task_type: str
@@ -39,6 +41,7 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stopping: StoppingCriteria = StoppingCriteria()
     task_deadline_seconds: float | None = None
     retry: RetryPolicy = RetryPolicy()
+    is_eval: bool = False
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -16,7 +16,10 @@ from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, Timin
 from py_scheduler.domain.task import Task
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from py_scheduler.domain.events import StopCause
+    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.execution.evaluator import Evaluator
     from py_scheduler.execution.workers import Worker
@@ -26,7 +29,7 @@ class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
     """An attempt that waits for its turn: samples [first_sample_no, first_sample_no + sample_count) of a task.
 
     submission_id, namespace, batch_key: whose it is, and its place in the order of service. queued_at: monotonic
-    seconds.
+    seconds. iteration: what its submitter said of the step.
     """
 
     ref: AttemptRef
@@ -37,6 +40,7 @@ class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
     namespace: str
     batch_key: tuple[float, int]
     queued_at: float
+    iteration: IterationContext | None = None
 
     def next_attempt(self, queued_at: float) -> PlannedAttempt:
         """The same samples, tried again."""
@@ -52,6 +56,7 @@ class RunningAttempt:
 
     __slots__ = (
         "began_at",
+        "began_unix_seconds",
         "evaluator",
         "gpu_ids",
         "is_over",
@@ -65,6 +70,7 @@ class RunningAttempt:
         "stop_deadline",
         "stop_reason",
         "token",
+        "workdirs",
         "worker",
     )
 
@@ -75,6 +81,7 @@ class RunningAttempt:
         token: PlacementToken | None,
         worker: Worker,
         began_at: float,
+        began_unix_seconds: float,
     ) -> None:
         self.planned = planned
         self.evaluator = evaluator
@@ -83,12 +90,15 @@ class RunningAttempt:
         self.gpu_ids: tuple[int, ...] = tuple(token.gpu_ids) if token is not None else ()
         self.worker = worker
         self.began_at = began_at
+        self.began_unix_seconds = began_unix_seconds
         self.sample_no = planned.first_sample_no
         self.phase = "run"
         self.phase_deadline: float | None = None
         self.stop_deadline: float | None = None
         self.stop_cause: StopCause | None = None
         self.stop_reason = ""
+        self.workdirs: list[Path] = []
+        """What its episodes have made of their own, to be removed after the attempt."""
         self.is_over = False
         self.is_stranded = False
         """Given up: its task has ended without it, its room comes back only when the handler does."""
@@ -129,4 +139,5 @@ def unfinished_sample(running: RunningAttempt, outcome: Outcome, error: str) -> 
         node_ip=running.node_ip,
         gpu_ids=running.gpu_ids,
         timings=Timings(wait_seconds=running.began_at - running.planned.queued_at),
+        started_unix_seconds=running.began_unix_seconds,
     )

@@ -7,13 +7,14 @@ it fails half way.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from py_scheduler.domain.cascade import dataset_config, resolve_sampling, resolve_stopping
-from py_scheduler.domain.evaluator import STUDENT
+from py_scheduler.domain.evaluator import STUDENT, TEACHER
 from py_scheduler.domain.generation import (
     FinishReason,
     Generation,
@@ -28,12 +29,15 @@ from py_scheduler.errors import (
     GenerationAbortedError,
     GenerationError,
 )
+from py_scheduler.execution.workdirs import Workdirs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.generation import ChatMessage
+    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.ports import Clock, GenerationEngine
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.task import Sample
@@ -49,12 +53,15 @@ Longer than adapters wait for an engine that does not react to an abort: what ha
 
 
 _MAX_TEXT = 1 << 20
+_OVER = "this episode is over: its handler has returned"
 
 
 class EpisodeServices:
-    """What all episodes of one scheduler share: the clock, the language models by role, the server's cascade level."""
+    """What all episodes of one scheduler share: the clock, the language models by role, the server's cascade level,
+    and where their folders are.
+    """
 
-    __slots__ = ("clock", "default_sampling", "default_stopping", "generation_engines")
+    __slots__ = ("clock", "default_sampling", "default_stopping", "generation_engines", "workdirs")
 
     def __init__(
         self,
@@ -62,11 +69,13 @@ class EpisodeServices:
         generation_engines: Mapping[str, GenerationEngine],
         default_sampling: SamplingParams = SamplingParams(),
         default_stopping: StoppingCriteria = StoppingCriteria(),
+        workdirs: Workdirs | None = None,
     ) -> None:
         self.clock = clock
         self.generation_engines = generation_engines
         self.default_sampling = default_sampling
         self.default_stopping = default_stopping
+        self.workdirs = workdirs or Workdirs()
 
 
 class HandlerEpisode:
@@ -80,11 +89,15 @@ class HandlerEpisode:
         "_services",
         "_spec",
         "_stopping",
+        "_workdir",
         "attempt_no",
         "generate_seconds",
+        "iteration",
         "phase_deadline",
         "sample",
+        "termination_reason",
         "token",
+        "workdirs",
     )
 
     def __init__(
@@ -94,12 +107,19 @@ class HandlerEpisode:
         sample: Sample,
         attempt_no: int,
         token: PlacementToken | None,
+        iteration: IterationContext | None,
+        workdirs: list[Path],
     ) -> None:
         self._services = services
         self._spec = spec
         self.sample = sample
         self.attempt_no = attempt_no
         self.token = token
+        self.iteration = iteration
+        self.termination_reason = ""
+        self.workdirs = workdirs
+        """Gets the folder that this episode makes, for whoever removes it."""
+        self._workdir: Path | None = None
         self.phase_deadline: float | None = None
         self.generate_seconds = 0.0
         self._is_generating = False
@@ -147,6 +167,36 @@ class HandlerEpisode:
         if self.phase_deadline is None:
             return None
         return max(0.0, self.phase_deadline - self._services.clock.monotonic())
+
+    @property
+    def workdir(self) -> Path:
+        """Made when it is first read."""
+        if self._workdir is None:
+            if self._is_over:
+                raise FailedPreconditionError(_OVER)
+            self._workdir = self._services.workdirs.make(self._session_id)
+            self.workdirs.append(self._workdir)
+        return self._workdir
+
+    def choose_role(self) -> str:
+        """See `domain.evaluator.Episode.choose_role`."""
+        if self.iteration is None or self.iteration.beta <= 0:
+            return STUDENT
+        if TEACHER not in self._services.generation_engines:
+            raise FailedPreconditionError(
+                f"the iteration's beta is {self.iteration.beta:g}, and no generation engine has the role {TEACHER!r}: "
+                f"add [generation.{TEACHER}], or submit with beta 0"
+            )
+        return TEACHER if self._draw(self.iteration.rollout_id) < self.iteration.beta else STUDENT
+
+    def _draw(self, rollout_id: int) -> float:
+        """Uniform in [0, 1), and the same whenever this turn of this sample is played again."""
+        sample = self.sample
+        turn = self._builder.turns_generated if self._builder else 0
+        task = sample.task
+        said = f"{rollout_id} {sample.sample_no} {turn} {task.client_key} {task.prompt}".encode(errors="surrogatepass")
+        digest = hashlib.blake2b(said + b"\0" + task.data, digest_size=8).digest()
+        return (int.from_bytes(digest) >> 11) / (1 << 53)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         return await self._engine(STUDENT).encode_chat(messages)
@@ -196,7 +246,7 @@ class HandlerEpisode:
     def _check_free(self) -> None:
         """One context grows by one turn at a time: what is added beside a generation was never seen by the model."""
         if self._is_over:
-            raise FailedPreconditionError("this episode is over: its handler has returned")
+            raise FailedPreconditionError(_OVER)
         if self._is_generating:
             raise FailedPreconditionError("this episode is generating: wait for it before anything else is added")
 

@@ -73,6 +73,8 @@ class Evaluator:
                 running = board.begin(pending.popleft(), self, token, worker)
                 if running is not None:
                     board.end(running, await self._play(running))
+                    if running.workdirs:
+                        await self._services.workdirs.remove(running.workdirs)
         finally:
             board.slot_is_free(self, token, worker)
 
@@ -82,7 +84,15 @@ class Evaluator:
         for sample_no in range(planned.first_sample_no, planned.first_sample_no + planned.sample_count):
             running.sample_no = sample_no
             sample = Sample(task_id=planned.ref.task_id, sample_no=sample_no, task=planned.task)
-            episode = HandlerEpisode(services, spec, sample, planned.ref.attempt_no, running.token)
+            episode = HandlerEpisode(
+                services,
+                spec,
+                sample,
+                planned.ref.attempt_no,
+                running.token,
+                planned.iteration,
+                running.workdirs,
+            )
             state, done = await play_sample(running, episode, spec, self._board, services.clock)
             samples.append(done)
             if state is not AttemptState.SUCCEEDED:

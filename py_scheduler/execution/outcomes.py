@@ -7,13 +7,14 @@ client library need be imported; only then at its text. Source: seed 1, section 
 from __future__ import annotations
 
 import asyncio
+import errno
 import subprocess
 import traceback
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.results import Outcome
-from py_scheduler.errors import ContextOverflowError, EngineUnavailableError, GenerationError
+from py_scheduler.errors import ContextOverflowError, EngineUnavailableError, GenerationError, SandboxError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,7 @@ _TYPES: tuple[tuple[type[BaseException], Outcome], ...] = (
     (ContextOverflowError, Outcome.CONTEXT_OVERFLOW),
     (EngineUnavailableError, Outcome.INFRA_CONN),
     (GenerationError, Outcome.INFRA_OTHER),
+    (SandboxError, Outcome.INFRA_SANDBOX),
     (subprocess.TimeoutExpired, Outcome.INFRA_SANDBOX),
     (subprocess.SubprocessError, Outcome.INFRA_SANDBOX),
     (TimeoutError, Outcome.AGENT_TIMEOUT),
@@ -39,8 +41,19 @@ _QUALIFIED_NAMES: dict[str, Outcome] = {
     "urllib3.exceptions.HTTPError": Outcome.INFRA_CONN,
     "openai.APIConnectionError": Outcome.INFRA_CONN,
     "socket.gaierror": Outcome.INFRA_CONN,
+    "urllib.error.URLError": Outcome.INFRA_CONN,
+    "ssl.SSLError": Outcome.INFRA_CONN,
+    "http.client.HTTPException": Outcome.INFRA_CONN,
     "docker.errors.DockerException": Outcome.INFRA_SANDBOX,
 }
+
+_CONNECTION_PACKAGES = frozenset({"aiohttp", "http", "httpcore", "socket", "ssl", "urllib3"})
+"""A bare TimeoutError that these raise is their own: aiohttp's `total` has no class of its own, nor has a socket's."""
+
+_CONNECTION_ERRNOS = frozenset(
+    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL}
+)
+"""Of an OSError that no class of its own tells apart. ETIMEDOUT is the peer's silence, not the agent's time."""
 
 _MAX_CHARACTERS = 4_096
 
@@ -97,7 +110,12 @@ def _text_of(error: BaseException) -> str:
 
 
 def _outcome_of_type(error: BaseException) -> Outcome | None:
-    # Libraries first: their timeouts are TimeoutErrors too, but speak of a connection, not of the agent's time.
+    # Libraries and the system first: their timeouts are TimeoutErrors too, but speak of a connection, not of the
+    # agent's time.
+    if isinstance(error, OSError) and error.errno in _CONNECTION_ERRNOS:
+        return Outcome.INFRA_CONN
+    if type(error) is TimeoutError and _raised_in(error) in _CONNECTION_PACKAGES:
+        return Outcome.INFRA_CONN
     for base in type(error).__mro__:
         outcome = _QUALIFIED_NAMES.get(f"{base.__module__}.{base.__qualname__}")
         if outcome is not None:
@@ -105,14 +123,27 @@ def _outcome_of_type(error: BaseException) -> Outcome | None:
     return next((known for kind, known in _TYPES if isinstance(error, kind)), None)
 
 
+def _raised_in(error: BaseException) -> str:
+    """The package whose code raised it; empty when that is not known."""
+    trace = error.__traceback__
+    if trace is None:
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what caused it, outermost first; an exception group stands for its first member."""
+    """The exception and what caused it, outermost first; the members of a group one after the other."""
     seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
+    left = [error]
+    while left:
+        link = left.pop()
+        if id(link) in seen:
+            continue
         seen.add(id(link))
         yield link
+        if link.__cause__ is not None:
+            left.append(link.__cause__)
         if isinstance(link, BaseExceptionGroup):
-            link = link.exceptions[0]
-        else:
-            link = link.__cause__
+            left.extend(reversed(link.exceptions))

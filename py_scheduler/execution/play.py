@@ -1,4 +1,4 @@
-"""Plays one sample: run, then eval, and turns whatever the handler does into one SampleDone.
+"""Plays one sample: run, then eval, and turns whatever the handler does into one SampleDone. Scores groups likewise.
 
 This is the one boundary where a handler's exceptions are caught.
 """
@@ -24,11 +24,15 @@ from py_scheduler.domain.results import (
 from py_scheduler.execution.outcomes import classify_abort, classify_termination, describe
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.ports import Clock
+    from py_scheduler.domain.task import Task
     from py_scheduler.execution.attempt import RunningAttempt
     from py_scheduler.execution.episode import HandlerEpisode
     from py_scheduler.execution.evaluator import AttemptBoard
+    from py_scheduler.execution.workers import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +75,10 @@ async def play_sample(
         raise
     except BaseException as raised:  # noqa: BLE001 -- no handler ends the service, by SystemExit or otherwise
         play.outcome, error, state = classify_abort(raised), describe(raised), AttemptState.FAILED
-        _log_failure(running, episode, spec, error, raised)
+        who = f"sample {episode.sample.sample_no} of task {episode.sample.task_id}"
+        _log_failure(who, running.phase, spec, error, raised)
     episode.close()
-    await _absorb_cancellation(running)
+    await _absorb_cancellation(running.worker)
     if running.stop_cause is not None:
         state, play.outcome, error = running.stop_cause.attempt_state, running.stop_cause.outcome, running.stop_reason
         play.reward = NO_REWARD
@@ -96,26 +101,60 @@ async def _run_then_eval(
     play.eval_at = clock.monotonic()
     board.phase_begins(running, "eval", spec.eval_timeout_seconds)
     episode.phase_deadline = running.phase_deadline
-    reward = _checked(await spec.handler.eval(episode, result), Reward, spec, "eval")
-    if not math.isfinite(reward.score):
-        raise ValueError(f"{type(spec.handler).__name__}.eval gave the score {reward.score}")
-    if reward.details and _size(reward.details) > _MAX_DETAILS_BYTES:
-        raise ValueError(f"{type(spec.handler).__name__}.eval gave over {_MAX_DETAILS_BYTES} bytes of details")
-    play.reward = reward
+    reward = play.reward = _checked_reward(await spec.handler.eval(episode, result), spec, "eval")
     play.outcome = classify_termination(reward.score, result.termination_reason, spec.solve_threshold)
 
 
-def _log_failure(
-    running: RunningAttempt, episode: HandlerEpisode, spec: EvaluatorSpec, error: str, raised: BaseException
-) -> None:
+async def play_group(
+    worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
+) -> tuple[tuple[Reward, ...], str]:
+    """The handler's rewards of a whole group, one to a sample, or else what went wrong.
+
+    Like `play_sample` it never raises for what the handler does.
+    """
+    rewards: tuple[Reward, ...] = ()
+    error = ""
+    try:
+        rewards = _checked_rewards(await spec.handler.eval_group(task, samples), len(samples), spec)
+    except asyncio.CancelledError as cancelled:
+        if worker.is_closing:
+            raise
+        error = f"eval_group: {describe(cancelled)}: raised by the handler itself"
+    except GeneratorExit:
+        raise
+    except BaseException as raised:  # noqa: BLE001 -- as above
+        error = f"eval_group: {describe(raised)}"
+        _log_failure(f"task {task_id}", "eval_group", spec, error, raised)
+    await _absorb_cancellation(worker)
+    return rewards, error
+
+
+def _checked_rewards(rewards: object, count: int, spec: EvaluatorSpec) -> tuple[Reward, ...]:
+    handler = type(spec.handler).__name__
+    if not isinstance(rewards, list | tuple):
+        raise TypeError(f"{handler}.eval_group returned {type(rewards).__name__}, not a list of Reward")
+    if len(rewards) != count:
+        raise ValueError(f"{handler}.eval_group returned {len(rewards)} rewards for {count} samples")
+    return tuple([_checked_reward(reward, spec, "eval_group") for reward in rewards])
+
+
+def _log_failure(who: str, phase: str, spec: EvaluatorSpec, error: str, raised: BaseException) -> None:
     """The first of its kind with its traceback, so that a broken handler is seen but does not flood the log."""
-    kind = (spec.evaluator_id, running.phase, error)
+    kind = (spec.evaluator_id, phase, error)
     level = logging.DEBUG if kind in _logged else logging.WARNING
     if len(_logged) < _MAX_LOGGED:
         _logged.add(kind)
-    sample = episode.sample
-    where = f"sample {sample.sample_no} of task {sample.task_id} raised in {running.phase} of {spec.evaluator_id!r}"
+    where = f"{who} raised in {phase} of {spec.evaluator_id!r}"
     logger.log(level, "%s (later ones like it are logged at debug level)", where, exc_info=raised)
+
+
+def _checked_reward(value: object, spec: EvaluatorSpec, method: str) -> Reward:
+    reward = _checked(value, Reward, spec, method)
+    if not math.isfinite(reward.score):
+        raise ValueError(f"{type(spec.handler).__name__}.{method} gave the score {reward.score}")
+    if reward.details and _size(reward.details) > _MAX_DETAILS_BYTES:
+        raise ValueError(f"{type(spec.handler).__name__}.{method} gave over {_MAX_DETAILS_BYTES} bytes of details")
+    return reward
 
 
 def _checked(value: object, kind: type[_Returned], spec: EvaluatorSpec, method: str) -> _Returned:
@@ -137,9 +176,8 @@ def _size(details: dict[str, object]) -> int:
         return 0
 
 
-async def _absorb_cancellation(running: RunningAttempt) -> None:
+async def _absorb_cancellation(worker: Worker) -> None:
     """A stop is meant for the attempt, not for its worker; nor may a handler end the worker by cancelling its task."""
-    worker = running.worker
     if not worker.task.cancelling() or worker.is_closing:
         return
     try:
@@ -152,6 +190,10 @@ async def _absorb_cancellation(running: RunningAttempt) -> None:
         worker.task.uncancel()
 
 
+def _text_only(said: object) -> str:
+    return said if isinstance(said, str) else ""
+
+
 def _sample_done(play: _Play, running: RunningAttempt, episode: HandlerEpisode, error: str, now: float) -> SampleDone:
     sample = episode.sample
     run_end = play.eval_at if play.eval_at is not None else now
@@ -162,11 +204,14 @@ def _sample_done(play: _Play, running: RunningAttempt, episode: HandlerEpisode, 
         outcome=play.outcome,
         reward=play.reward,
         trajectory=episode.trajectory(),
-        termination_reason=play.result.termination_reason if play.result else "",
+        termination_reason=(play.result.termination_reason if play.result is not None else "")
+        or (episode.termination_reason and _text_only(episode.termination_reason)),
         error=error,
         phase=running.phase if error else "",
         node_ip=running.node_ip,
         gpu_ids=running.gpu_ids,
+        # One look at the wall clock serves the whole attempt; from there on time is monotonic.
+        started_unix_seconds=running.began_unix_seconds + (play.run_at - running.began_at),
         timings=Timings(
             wait_seconds=play.run_at - running.planned.queued_at,
             run_seconds=run_end - play.run_at,

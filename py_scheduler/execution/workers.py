@@ -13,20 +13,28 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.execution.attempt import RunningAttempt
-    from py_scheduler.execution.evaluator import Evaluator
 
 logger = logging.getLogger(__name__)
 
 _TURN_SECONDS = 0.002
 
-Slot = tuple["Evaluator", "PlacementToken | None"]
+
+class Work(Protocol):
+    """What a worker takes up."""
+
+    async def drain(self, token: PlacementToken | None, worker: Worker) -> None:
+        """Does all of it, with the token if it has one. Raises only what ends the worker."""
+        ...
+
+
+Slot = tuple[Work, "PlacementToken | None"]
 
 
 class Worker:
@@ -55,8 +63,8 @@ class Worker:
 
     async def _work(self) -> None:
         while not self.is_abandoned:
-            evaluator, token = await self._pool.next_slot()
-            await evaluator.drain(token, self)
+            work, token = await self._pool.next_slot()
+            await work.drain(token, self)
 
 
 class WorkerPool:
@@ -72,10 +80,11 @@ class WorkerPool:
         self._workers: set[Worker] = set()
         self._abandoned: set[Worker] = set()
         self._is_waking = False
+        self._is_closed = False
 
-    def submit(self, evaluator: Evaluator, token: PlacementToken | None) -> None:
-        """Queues one slot; a worker takes it as soon as one is free."""
-        self._slots.append((evaluator, token))
+    def submit(self, work: Work, token: PlacementToken | None) -> None:
+        """Queues one slot; a worker takes it as soon as one is free, and none once the pool is closed."""
+        self._slots.append((work, token))
         self._wake_one()
 
     async def next_slot(self) -> Slot:
@@ -104,6 +113,7 @@ class WorkerPool:
 
         What was abandoned has had its grace before, and is told once more but not waited for.
         """
+        self._is_closed = True
         workers = self._workers | self._abandoned
         for worker in workers:
             worker.is_closing = True
@@ -113,7 +123,7 @@ class WorkerPool:
         return sum(not worker.task.done() for worker in workers)
 
     def _wake_one(self) -> None:
-        if self._is_waking:
+        if self._is_waking or self._is_closed:
             return
         while self._idle:
             woken = self._idle.pop()

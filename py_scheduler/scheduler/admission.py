@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from py_scheduler.domain.requests import WaitingBatch
 from py_scheduler.placement import PlacementPool, tokens_in_budget
 from py_scheduler.scheduler.commands import LeaseAttempts
+from py_scheduler.scheduler.flows import FlowPolicy
 from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyClaim, ReadyQueue
+from py_scheduler.scheduler.service_order import Ahead, ahead_of, describe_ahead
 from py_scheduler.scheduler.task_explanation import TaskExplainer
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.resources import PlacementToken, Resource
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.placement import Lease
-    from py_scheduler.scheduler.ready_queue import ReadyEntry
+    from py_scheduler.scheduler.flows import ReadyEntry
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
 
@@ -53,7 +55,7 @@ class Admission:
         self._clock = clock
         self._max_slots = settings.max_running_samples
         self._launch = launch
-        self._queue = ReadyQueue(settings.max_bypass)
+        self._queue = ReadyQueue(settings.max_bypass, FlowPolicy(settings.eval_weight), settings.max_wait_seconds)
         self._wake = asyncio.Event()
         self._slots_out = 0
         self._stranded_tokens = 0
@@ -68,10 +70,15 @@ class Admission:
         self._wake.set()
 
     def claim(
-        self, batch_key: tuple[float, int], demand: PlacementDemand, tokens: int, grant: Callable[[Lease], None]
+        self,
+        namespace: str,
+        batch_key: tuple[float, int],
+        demand: PlacementDemand,
+        tokens: int,
+        grant: Callable[[Lease], None],
     ) -> ReadyClaim:
         """Adds a claim from outside, and grants it before this returns if it fits and nothing holds it back."""
-        entry = self._queue.push_claim(batch_key, demand, tokens, grant, self._clock.monotonic())
+        entry = self._queue.push_claim(batch_key, demand, tokens, grant, self._clock.monotonic(), namespace)
         if self._admit_for_one_turn():
             self._wake.set()
         return entry
@@ -128,8 +135,9 @@ class Admission:
         turn_ends = time.monotonic() + _TURN_SECONDS
         leased: list[AttemptRef] = []
         may_be_more = False
+        now = self._clock.monotonic()
         while not self.is_stopped and (self._slots_out < self._max_slots or self._queue.claims):
-            entry = self._queue.offer()
+            entry = self._queue.offer(now)
             if entry is None:
                 self._may_hold_ended = self._may_hold_ended and len(self._queue) > 0
                 break
@@ -229,17 +237,25 @@ class Admission:
 
     def why_pending(self, entry: ReadyClaim) -> str:
         """Why a claim in the queue is not granted."""
-        return self._reason(entry, self._queue.place_of(entry))
+        return self._reason(entry, ahead_of(self._queue, entry, self._clock.monotonic()))
 
-    def _reason(self, entry: ReadyEntry, place: int | None = None) -> str:
+    def _reason(self, entry: ReadyEntry, ahead: Ahead | None = None) -> str:
         if self.is_stopped:
             return "the server is shutting down and admits nothing"
+        reason = self._why_not_admitted(entry)
+        turn = describe_ahead(self._queue, entry, ahead) if ahead is not None else "its turn has not come"
+        if reason and len(self._queue.flows.waiting) == 1:
+            return reason
+        return f"{reason}; {turn}" if reason else turn
+
+    def _why_not_admitted(self, entry: ReadyEntry) -> str:
+        """What would keep it waiting even if its turn came; empty when nothing is known to."""
         if isinstance(entry, ReadyBatch) and self._slots_are_short(entry.spec, len(entry.attempts)):
             return f"max_running_samples ({self._max_slots}) are running"
         if self._pool is not None and self._queue.is_blocked(entry):
             stranded = f"; {self._stranded_tokens} tokens are held by handlers that do not stop"
             return _why_blocked(self._pool, entry) + (stranded if self._stranded_tokens else "")
-        return "its turn has not come" if place is None else f"{place} batches are ahead of it"
+        return ""
 
 
 def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:

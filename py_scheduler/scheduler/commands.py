@@ -7,12 +7,16 @@ from __future__ import annotations
 import msgspec
 
 from py_scheduler.domain.events import AttemptRef, StopCause
-from py_scheduler.domain.results import AttemptState, SampleDone
+from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.results import AttemptState, Reward, SampleDone
 from py_scheduler.domain.task import SubmissionKey, Task
 
 
 class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
-    """Takes tasks in. `fresh_submission_id` is used when the key has no submission yet."""
+    """Takes tasks in. `fresh_submission_id` is used when the key has no submission yet.
+
+    group_scored: the task types whose handler scores groups.
+    """
 
     request_id: str
     request_digest: bytes
@@ -20,6 +24,8 @@ class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
     tasks: tuple[Task, ...]
     fresh_submission_id: str
     unix_seconds: float
+    iteration: IterationContext | None = None
+    group_scored: frozenset[str] = frozenset()
 
 
 class LeaseAttempts(msgspec.Struct, frozen=True, gc=False):
@@ -51,6 +57,18 @@ class EndAttempt(msgspec.Struct, frozen=True, gc=False):
     is_stop_confirmed: bool = True
 
 
+class ScoreGroup(msgspec.Struct, frozen=True, gc=False):
+    """The handler's word on all samples of a task: a reward to each, in the order of sample_no, or why there is none.
+
+    Without both the samples keep their own rewards.
+    """
+
+    task_id: str
+    rewards: tuple[Reward, ...]
+    error: str
+    unix_seconds: float
+
+
 class InterruptAttempt(msgspec.Struct, frozen=True, gc=False):
     """The server ended while an attempt was under way; found at its next start. Uses up no retry."""
 
@@ -68,4 +86,4 @@ class StopTasks(msgspec.Struct, frozen=True, gc=False):
     unix_seconds: float
 
 
-Command = AcceptTasks | LeaseAttempts | StartAttempt | EndAttempt | InterruptAttempt | StopTasks
+Command = AcceptTasks | LeaseAttempts | StartAttempt | EndAttempt | ScoreGroup | InterruptAttempt | StopTasks

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from py_scheduler.domain.events import AttemptEnded, AttemptRef, Event, StopCause, TaskDone
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
-from py_scheduler.scheduler.commands import EndAttempt, StopTasks
+from py_scheduler.scheduler.commands import EndAttempt, ScoreGroup, StopTasks
 from py_scheduler.scheduler.records import SubTaskRecord, TaskRecord
 
 if TYPE_CHECKING:
@@ -25,6 +27,13 @@ _OUTCOME_OF_END = {
     AttemptState.LOST: Outcome.INFRA_OTHER,
 }
 """For samples that an attempt left without a record of their own."""
+
+
+def may_refill(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> bool:
+    """Whether the infrastructure failed the attempt, and the task has refills left for that."""
+    if command.state is not AttemptState.FAILED or task.stop_cause is not None or not command.samples:
+        return False
+    return subtask.refills < task.task.config.retry.max_infra_refills and command.samples[-1].outcome.is_infra
 
 
 def may_retry(task: TaskRecord, subtask: SubTaskRecord, state: AttemptState) -> bool:
@@ -63,6 +72,7 @@ def ended(
     next_attempt_no: int,
     *,
     is_counted: bool = True,
+    is_refill: bool = False,
 ) -> AttemptEnded:
     return AttemptEnded(
         submission_id=task.submission.submission_id,
@@ -75,6 +85,7 @@ def ended(
         next_attempt_no=next_attempt_no,
         unix_seconds=command.unix_seconds,
         is_counted=is_counted,
+        is_refill=is_refill,
     )
 
 
@@ -105,8 +116,12 @@ def task_done(
     for sample in last_samples:
         outcomes[sample.outcome] = outcomes.get(sample.outcome, 0) + 1
     planned = task.task.config.repeat_times
-    aborted = Outcome.ABORTED in outcomes or (stop_cause or task.stop_cause) is StopCause.REQUEST
-    state = _task_state(task.succeeded_samples + last_succeeded, planned, aborted=aborted)
+    cause = stop_cause or task.stop_cause
+    aborted = Outcome.ABORTED in outcomes or cause is StopCause.REQUEST
+    # A group that was stopped has no score as a group, whatever became of its samples: it is never whole.
+    is_unscored = cause is not None and task.group_samples is not None
+    succeeded = 0 if is_unscored else task.succeeded_samples + last_succeeded
+    state = _task_state(succeeded, planned, aborted=aborted or (is_unscored and cause is StopCause.SHUTDOWN))
     return TaskDone(
         submission_id=task.submission.submission_id,
         task_id=task.task_id,
@@ -114,9 +129,17 @@ def task_done(
         state=state,
         planned_samples=planned,
         outcomes=outcomes,
-        reason="" if state is TaskState.SUCCEEDED else task.reason or message,
+        reason="" if state is TaskState.SUCCEEDED else (message if stop_cause else task.reason or message),
         unix_seconds=unix_seconds,
     )
+
+
+def group_done(task: TaskRecord, command: ScoreGroup) -> TaskDone:
+    """The end of a task whose samples are there, by what the handler said of them as a group."""
+    done = task_done(task, (), 0, command.error, command.unix_seconds)
+    if command.error:
+        return msgspec.structs.replace(done, state=TaskState.FAILED, reason=command.error)
+    return msgspec.structs.replace(done, rewards=command.rewards)
 
 
 def _task_state(succeeded: int, planned: int, *, aborted: bool) -> TaskState:

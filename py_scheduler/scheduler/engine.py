@@ -23,10 +23,8 @@ from py_scheduler.domain.limits import MAX_WAITING_SHOWN
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
-    EvaluatorSpecView,
     EventFilter,
     EventFrame,
-    GenerationEngineView,
     ServerInfo,
     SubmissionSelector,
     SubmissionView,
@@ -35,8 +33,9 @@ from py_scheduler.domain.requests import (
 )
 from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.domain.task import SubmissionKey
-from py_scheduler.errors import FailedPreconditionError, GenerationError, NotFoundError, ResourceExhaustedError
+from py_scheduler.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from py_scheduler.execution.episode import EpisodeServices
+from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.admission import Admission
 from py_scheduler.scheduler.commands import AcceptTasks, StopTasks
 from py_scheduler.scheduler.deadlines import Deadlines
@@ -45,9 +44,10 @@ from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attemp
 from py_scheduler.scheduler.lease_desk import LeaseDesk, node_view
 from py_scheduler.scheduler.ledger import Ledger
 from py_scheduler.scheduler.recorder import Recorder
-from py_scheduler.scheduler.restore import fold, interrupt_running, open_batches
+from py_scheduler.scheduler.restore import fold, interrupt_running, open_batches, unscored_groups
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.supervisor import EVERYTHING, Concerned, Supervisor
+from py_scheduler.scheduler.views import engine_view, evaluator_view
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
-    from py_scheduler.domain.task import Task
+    from py_scheduler.domain.task import Batch, Task
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.records import SubmissionRecord, TaskRecord
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_SECONDS = 1.0
-_NO_MODEL_INFO = "the engine does not answer: the server's log says why"
 
 
 class TaskDeadline:
@@ -105,9 +104,10 @@ class Engine:
         self._journal = journal
         self._generation_engines = generation_engines
         self._ledger = Ledger(settings.retained_submissions)
-        self._event_log = EventLog(journal)
+        self._event_log = EventLog(journal, settings.retained_events, settings.retained_bytes)
         self._recorder = Recorder(self._ledger, self._event_log)
-        services = EpisodeServices(clock, generation_engines, default_sampling, default_stopping)
+        self._workdirs = Workdirs(settings.workdir_root)
+        services = EpisodeServices(clock, generation_engines, default_sampling, default_stopping, self._workdirs)
         self._supervisor = Supervisor(
             self._recorder, services, settings, self._requeue, self._slot_returned, self._room_is_stranded
         )
@@ -115,6 +115,7 @@ class Engine:
         self.leases = LeaseDesk(pool, self._admission, clock, settings)
         self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
         self._exit = AsyncExitStack()
+        self.is_running = False
 
     async def __aenter__(self) -> Self:
         self._exit.push_async_callback(self._journal.close)
@@ -122,13 +123,16 @@ class Engine:
         tasks = await self._exit.enter_async_context(asyncio.TaskGroup())
         resident = tasks.create_task(self._admission.run(), name="admission")
         self._exit.callback(resident.cancel)
+        self.is_running = True
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self.is_running = False
         self._admission.stop()
         self.leases.close()
         self._task_deadlines.clear()
         self.stranded_workers = await self._supervisor.close()
+        await self._workdirs.close()
         self._event_log.close()
         await self._exit.aclose()
 
@@ -140,26 +144,37 @@ class Engine:
             self._arm_deadlines(submission.open_tasks.values())
         for spec, attempts in open_batches(self._ledger, self._intake, self._clock.monotonic()):
             self._admission.enqueue(spec, attempts)
+        for record in unscored_groups(self._ledger):
+            self._supervisor.groups.score(record, self._intake.spec_of(record.task))
 
     stranded_workers = 0
     """After the exit: workers whose handlers would not end; only the end of the process stops them."""
 
     # Tasks in
 
-    async def submit(self, request: SubmitRequest) -> SubmitReply:
+    async def submit(self, request: SubmitRequest, batches: Sequence[Batch] | None = None) -> SubmitReply:
         """Takes tasks in, all or none; returns once they will survive a crash as far as the journal does.
 
+        batches: how an in-process caller wants the tasks to be grouped; None: as the engine's own strategy says, which
+        is also asked for what is still to be run after a restart.
         Raises InvalidArgumentError, UnplaceableError, AlreadyExistsError, ResourceExhaustedError,
         FailedPreconditionError.
         """
-        plan = self._intake.plan(request)
+        plan = self._intake.plan(request, batches)
         digest = request_digest(request)
         key = request.key
         if self._ledger.request(key.namespace, request.request_id) is None:
             self._event_log.check_writable()
             self._check_room(request.tasks)
         accept = AcceptTasks(
-            request.request_id, digest, key, request.tasks, f"s{os.urandom(8).hex()}", self._clock.unix_time()
+            request.request_id,
+            digest,
+            key,
+            request.tasks,
+            f"s{os.urandom(8).hex()}",
+            self._clock.unix_time(),
+            request.iteration,
+            plan.group_scored,
         )
         for event in self._recorder.record(accept, key.namespace):
             if type(event) is TasksAccepted:
@@ -248,7 +263,7 @@ class Engine:
             if type(event) is AbortRequested:
                 asked = event.task_ids
         for task_id in asked:
-            self._supervisor.stop(self._ledger.running_attempts(task_id), cause, reason)
+            self._supervisor.stop(task_id, cause, reason)
         if asked:
             self._admission.attempts_were_ended()
         return asked
@@ -273,6 +288,35 @@ class Engine:
         self._event_log.flush()
 
     # Questions
+
+    @property
+    def specs(self) -> Mapping[str, EvaluatorSpec]:
+        return self._intake.specs
+
+    @property
+    def takes_tasks(self) -> bool:
+        """Whether it is running and was not told to drain."""
+        return self.is_running and not self._admission.is_stopped
+
+    @property
+    def stop_grace_seconds(self) -> float:
+        return self._settings.stop_grace_seconds
+
+    @property
+    def retained_events(self) -> int:
+        return self._settings.retained_events
+
+    @property
+    def max_running_samples(self) -> int:
+        """How many samples could run at once at most, were all of them of the smallest demand."""
+        limit = self._settings.max_running_samples
+        if self._pool is None:
+            return limit
+        return min(limit, max(self._pool.max_tokens_for(spec.sample_resource) for spec in self.specs.values()))
+
+    def guard(self, batches: Iterable[Batch]) -> None:
+        """The deadlock guard, for batches that are still to be submitted. Raises UnplaceableError."""
+        self._intake.guard(batches)
 
     @property
     def store_epoch(self) -> bytes:
@@ -322,8 +366,8 @@ class Engine:
         """What this scheduler is made of. Engines that do not answer are shown without a model."""
         return ServerInfo(
             version=version,
-            evaluators=tuple(_evaluator_view(spec) for spec in self._intake.specs.values()),
-            engines=tuple([await _engine_view(role, engine) for role, engine in self._generation_engines.items()]),
+            evaluators=tuple(evaluator_view(spec) for spec in self._intake.specs.values()),
+            engines=tuple([await engine_view(role, engine) for role, engine in self._generation_engines.items()]),
             nodes=tuple(map(node_view, self._pool.nodes())) if self._pool is not None else (),
         )
 
@@ -341,32 +385,3 @@ class Engine:
         if record is None:
             raise NotFoundError(f"no submission is known as {selector.batch_id!r} in namespace {selector.namespace!r}")
         return record
-
-
-def _evaluator_view(spec: EvaluatorSpec) -> EvaluatorSpecView:
-    handler = type(spec.handler)
-    return EvaluatorSpecView(
-        evaluator_id=spec.evaluator_id,
-        handler=f"{handler.__module__}:{handler.__qualname__}",
-        resource=spec.resource,
-        sample_resource=spec.sample_resource,
-        batch_size=spec.batch_size,
-    )
-
-
-async def _engine_view(role: str, engine: GenerationEngine) -> GenerationEngineView:
-    try:
-        info = await engine.model_info()
-    except GenerationError as error:
-        # Its text holds addresses that are none of a client's business; the log has it.
-        logger.warning("the engine in role %s does not say what it serves: %s", role, error)
-        return GenerationEngineView(
-            role=role, model_name="", weight_version="", vocab_size=0, context_length=0, error=_NO_MODEL_INFO
-        )
-    return GenerationEngineView(
-        role=role,
-        model_name=info.name,
-        weight_version=info.weight_version,
-        vocab_size=info.vocab_size,
-        context_length=info.context_length,
-    )

@@ -48,8 +48,11 @@ _RETRY_AFTER_SECONDS = 1.0
 class EventLog:
     """The committed events' newest part, and who waits for more."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, max_tail_events: int = 1 << 62, max_tail_bytes: int = 1 << 62) -> None:
+        """The tail is never longer than what the journal keeps: for one in memory it would keep what that dropped."""
         self._journal = journal
+        self._max_tail_events = min(_TAIL_EVENTS, max_tail_events)
+        self._max_tail_bytes = min(_TAIL_BYTES, max_tail_bytes)
         self._outbox: list[EventRecord] = []
         self._flush_is_due = False
         self._uncommitted: list[EventRecord] = []
@@ -112,14 +115,14 @@ class EventLog:
         self.committed_sequence = through_sequence
         self._tail.extend(committed)
         self._tail_bytes += sum([record.size for record in committed])
-        if len(self._tail) > 2 * _TAIL_EVENTS or self._tail_bytes > 2 * _TAIL_BYTES:
+        if len(self._tail) > 2 * self._max_tail_events or self._tail_bytes > 2 * self._max_tail_bytes:
             self._cut_tail()
         self._tell()
 
     def _cut_tail(self) -> None:
         """Halves the tail at least; what is cut off keeps no encoded form."""
         tail, cut = self._tail, 0
-        while len(tail) - cut > _TAIL_EVENTS or (self._tail_bytes > _TAIL_BYTES and cut < len(tail)):
+        while len(tail) - cut > self._max_tail_events or (self._tail_bytes > self._max_tail_bytes and cut < len(tail)):
             self._tail_bytes -= tail[cut].size
             tail[cut].encoded = None
             cut += 1

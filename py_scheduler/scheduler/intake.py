@@ -18,6 +18,7 @@ from py_scheduler.domain.limits import (
     MAX_VIOLATIONS,
     check_batch_id,
     check_dataset_config,
+    check_iteration,
     check_task_config,
     name_fault,
 )
@@ -39,10 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a request will become: its batches with their specs, and what to warn of."""
+    """What a request will become: its batches with their specs, what to warn of, and the task types whose handler
+    scores groups.
+    """
 
     batches: list[tuple[EvaluatorSpec, Batch]]
     warnings: tuple[str, ...]
+    group_scored: frozenset[str] = frozenset()
 
 
 class Intake:
@@ -63,29 +67,46 @@ class Intake:
         self._pool = pool
         self._batching_strategy = batching_strategy
         self._warned: set[str] = set()
+        self._group_scoring = {spec.evaluator_id for spec in specs if spec.handler.scores_groups}
 
     @property
     def specs(self) -> Mapping[str, EvaluatorSpec]:
         return self._specs
 
-    def plan(self, request: SubmitRequest) -> Plan:
-        """Raises InvalidArgumentError with every fault of the request, UnplaceableError when a batch could never be
-        admitted.
+    def plan(self, request: SubmitRequest, batches: Sequence[Batch] | None = None) -> Plan:
+        """`batches` takes the place of the strategy's. Raises InvalidArgumentError with every fault of the request,
+        UnplaceableError when a batch could never be admitted.
         """
         check_request(request)
-        plan = self.batch(request.tasks)
-        for spec, samples in _biggest_batches(plan.batches):
-            _check_fits(self._pool, spec, samples)
+        plan = self.batch(request.tasks, batches)
+        self._guard(plan.batches)
         return plan
 
-    def batch(self, tasks: Sequence[Task]) -> Plan:
-        """Groups tasks by the strategy, and finds each batch its spec."""
-        batches = self._batching_strategy(tasks, self._specs)
-        if self._batching_strategy is not fifo_batching:
+    def guard(self, batches: Iterable[Batch]) -> None:
+        """Raises UnplaceableError when a batch could never be admitted."""
+        self._guard([(self._specs.get(batch.task_type, self._fallback), batch) for batch in batches])
+
+    def _guard(self, batches: Sequence[tuple[EvaluatorSpec, Batch]]) -> None:
+        for spec, samples in _biggest_batches(batches):
+            _check_fits(self._pool, spec, samples)
+
+    def batch(self, tasks: Sequence[Task], batches: Sequence[Batch] | None = None) -> Plan:
+        """Groups tasks by the strategy, unless they are grouped already, and finds each batch its spec."""
+        is_trusted = batches is None and self._batching_strategy is fifo_batching
+        if batches is None:
+            batches = self._batching_strategy(tasks, self._specs)
+        if not is_trusted:
             _check_batches(batches, tasks)
         warnings: dict[str, None] = {}
         resolved = [(self._resolve(batch.task_type, warnings), batch) for batch in batches]
-        return Plan(resolved, tuple(warnings))
+        if not self._group_scoring:
+            return Plan(resolved, tuple(warnings))
+        scored = {batch.task_type for spec, batch in resolved if spec.evaluator_id in self._group_scoring}
+        return Plan(resolved, tuple(warnings), frozenset(scored))
+
+    def spec_of(self, task: Task) -> EvaluatorSpec:
+        """The evaluator that runs a task."""
+        return self._specs.get(task.config.task_type, self._fallback)
 
     def _resolve(self, task_type: str, warnings: dict[str, None]) -> EvaluatorSpec:
         spec = self._specs.get(task_type)
@@ -132,6 +153,7 @@ def waiting_attempts(
                     submission.key.namespace,
                     submission.batch_key,
                     queued_at,
+                    record.iteration,
                 )
                 for subtask_no, subtask in enumerate(record.subtasks)
                 if subtask.state is AttemptState.QUEUED
@@ -148,6 +170,9 @@ def check_request(request: SubmitRequest) -> None:
             violations.append(FieldViolation(field, fault))
     batch_id_faults = check_batch_id(request.key.batch_id)
     violations += [FieldViolation(f"batch_id.{fault.field}", fault.description) for fault in batch_id_faults]
+    if request.iteration is not None:
+        iteration_faults = check_iteration(request.iteration)
+        violations += [FieldViolation(f"iteration.{fault.field}", fault.description) for fault in iteration_faults]
     if not request.tasks:
         violations.append(FieldViolation("tasks", "is empty: send at least one task"))
     samples = sum([task.config.repeat_times for task in request.tasks])
@@ -166,7 +191,8 @@ def check_request(request: SubmitRequest) -> None:
 def request_digest(request: SubmitRequest) -> bytes:
     """What the same request has in common with itself when it is sent again."""
     try:
-        content = msgspec.msgpack.encode((request.key.namespace, request.key.batch_id, request.tasks))
+        said = (request.key.namespace, request.key.batch_id, request.tasks, request.iteration)
+        content = msgspec.msgpack.encode(said)
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
         reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
         raise InvalidArgumentError(reason, "tasks[].metadata") from error
@@ -189,7 +215,7 @@ def _task_violations(tasks: Sequence[Task]) -> Iterator[FieldViolation]:
                 yield FieldViolation(f"tasks[{number}].{fault.field}", fault.description)
 
 
-def _check_batches(batches: list[Batch], tasks: Sequence[Task]) -> None:
+def _check_batches(batches: Sequence[Batch], tasks: Sequence[Task]) -> None:
     """A strategy is somebody's own code: it must place each task once, and only under its own type."""
     wanted: defaultdict[int, int] = defaultdict(int)
     for task in tasks:

@@ -10,6 +10,8 @@ Invariants
      event (fencing).
   3. A task that is to be stopped never starts an attempt again.
   4. Journalled events are numbered without holes from 1.
+  5. A task whose handler scores groups keeps its final samples until its TaskDone, which waits for that score if there
+     is a sample to score; no other task keeps any.
 
       QUEUED -> LEASED -> RUNNING -> SUCCEEDED | FAILED | TIMED_OUT | ABORTED | LOST
                  FAILED, TIMED_OUT, LOST with budget left: the next attempt is QUEUED
@@ -40,10 +42,20 @@ from py_scheduler.scheduler.commands import (
     EndAttempt,
     InterruptAttempt,
     LeaseAttempts,
+    ScoreGroup,
     StartAttempt,
     StopTasks,
 )
-from py_scheduler.scheduler.endings import WAITING, complete_samples, end_waiting, ended, may_retry, task_done
+from py_scheduler.scheduler.endings import (
+    WAITING,
+    complete_samples,
+    end_waiting,
+    ended,
+    group_done,
+    may_refill,
+    may_retry,
+    task_done,
+)
 from py_scheduler.scheduler.records import (
     RequestRecord,
     SubmissionRecord,
@@ -78,6 +90,7 @@ class Ledger:
             LeaseAttempts: self._decide_lease,
             StartAttempt: self._decide_start,
             EndAttempt: self._decide_end,
+            ScoreGroup: self._decide_score,
             InterruptAttempt: self._decide_interrupt,
             StopTasks: self._decide_stop,
         }
@@ -160,6 +173,8 @@ class Ledger:
                 request_digest=command.request_digest,
                 tasks=accepted,
                 unix_seconds=command.unix_seconds,
+                iteration=command.iteration,
+                group_scored=command.group_scored,
             )
         ]
 
@@ -206,14 +221,25 @@ class Ledger:
         if task is None or subtask is None or subtask.attempt_no != ref.attempt_no or subtask.state not in _LIVE:
             self.stale_commands += 1
             return []
-        if command.is_stop_confirmed and may_retry(task, subtask, state):
-            return [ended(task, command, (), ref.attempt_no + 1)]
+        if command.is_stop_confirmed and state is not AttemptState.SUCCEEDED:
+            if may_refill(task, subtask, command):
+                return [ended(task, command, (), ref.attempt_no + 1, is_refill=True)]
+            if may_retry(task, subtask, state):
+                return [ended(task, command, (), ref.attempt_no + 1)]
         samples = complete_samples(task, subtask, command)
         events: list[Event] = [ended(task, command, samples, 0)]
         if task.open_subtasks == 1:
             succeeded = len(samples) if state is AttemptState.SUCCEEDED else 0
-            events.append(task_done(task, samples, succeeded, command.message, command.unix_seconds))
+            if task.group_samples is None or task.stop_cause is not None or not task.succeeded_samples + succeeded:
+                events.append(task_done(task, samples, succeeded, command.message, command.unix_seconds))
         return events
+
+    def _decide_score(self, command: ScoreGroup) -> list[Event]:
+        task = self._tasks.get(command.task_id)
+        if task is None or not task.awaits_group_score:
+            self.stale_commands += 1
+            return []
+        return [group_done(task, command)]
 
     def _decide_interrupt(self, command: InterruptAttempt) -> list[Event]:
         ref = command.ref
@@ -266,6 +292,9 @@ class Ledger:
         for accepted in event.tasks:
             task = new_task(accepted.task_id, accepted.task, submission, event.unix_seconds)
             self._tasks[accepted.task_id] = submission.open_tasks[accepted.task_id] = task
+            task.iteration = event.iteration
+            if accepted.task.config.task_type in event.group_scored:
+                task.group_samples = []
             submission.attempts_in[AttemptState.QUEUED] += len(task.subtasks)
             self.open_samples += accepted.task.config.repeat_times
             if accepted.task.client_key:
@@ -295,6 +324,8 @@ class Ledger:
         if event.next_attempt_no:
             if event.is_counted and event.state is AttemptState.LOST:
                 subtask.losses += 1
+            elif event.is_refill:
+                subtask.refills += 1
             elif event.is_counted:
                 subtask.failures += 1
             subtask.attempt_no = event.next_attempt_no
@@ -304,6 +335,8 @@ class Ledger:
         outcomes = task.outcomes
         for sample in event.samples:
             outcomes[sample.outcome] = outcomes.get(sample.outcome, 0) + 1
+        if task.group_samples is not None:
+            task.group_samples.extend(event.samples)
         if event.state is AttemptState.SUCCEEDED:
             task.succeeded_samples += len(event.samples)
         elif not task.reason:

@@ -1,8 +1,9 @@
 """Batches and outside claims that wait for room, in the order of service.
 
-Order: the batch id's key, then arrival. A batch that was refused blocks its shape: entries of that demand and at
+Order: between flows by weight (see `flows`); inside one the batch id's key, then arrival. What has waited for
+max_wait_seconds goes before all of that. An entry that was refused blocks its shape: entries of that demand and at
 least its count are passed over until something is released, so that a wake is not a scan. Entries that fit may
-overtake the blocked head, but only `max_bypass` times; from then on nothing behind it is offered until it is admitted.
+overtake a blocked head, but only `max_bypass` times; from then on nothing behind it is offered until it is admitted.
 
 Invariants: every claim in the queue is pending (whoever ends one removes it). A batch may hold attempts that have been
 ended meanwhile: looking through a long queue for them would hold the loop, so they are found when it is offered.
@@ -10,35 +11,23 @@ ended meanwhile: looking through a long queue for them would hold the loop, so t
 
 from __future__ import annotations
 
-import heapq
 import itertools
+from collections import deque
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from py_scheduler.domain.evaluator import EvaluatorSpec
+from py_scheduler.domain.resources import Resource
 from py_scheduler.execution.attempt import PlannedAttempt
+from py_scheduler.scheduler.flows import EVEN, FlowPolicy, Flows, ReadyEntry, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from py_scheduler.domain.leases import PlacementDemand
-    from py_scheduler.domain.resources import Resource
     from py_scheduler.placement import Lease
 
-OrderKey = tuple[float, int, int]
-Shape = tuple[Hashable, int]
-"""What fixes the demand (an evaluator's id, or a claim's own demand) and the count of attempts or tokens."""
-
-
-class ReadyEntry(msgspec.Struct, gc=False, kw_only=True):
-    """Something that is admitted whole or waits. queued_at: monotonic seconds."""
-
-    order: OrderKey
-    shape: Shape
-    queued_at: float
-    bypassed: int = 0
+_KEEP_GONE = 64
 
 
 class ReadyBatch(ReadyEntry, gc=False, kw_only=True):
@@ -65,50 +54,55 @@ class ReadyClaim(ReadyEntry, gc=True, kw_only=True):
 
 
 class ReadyQueue:
-    """One heap for each shape, so that a blocked shape is passed over as a whole."""
+    """All that waits. `policy` says who shares with whom and how; max_wait_seconds None: nobody is promoted."""
 
-    def __init__(self, max_bypass: int) -> None:
-        self._max_bypass = max_bypass
-        # Order keys are unique, so that comparing never comes to the entries, nor to Python code.
-        self._heaps: dict[Shape, list[tuple[OrderKey, ReadyEntry]]] = {}
+    def __init__(self, max_bypass: int, policy: FlowPolicy = EVEN, max_wait_seconds: float | None = None) -> None:
+        self.max_bypass = max_bypass
+        self.max_wait_seconds = max_wait_seconds
+        self.flows = Flows(policy)
+        self._tells_evals_apart = policy.tells_evals_apart
         self._blocked: dict[Hashable, int] = {}
         """The least count that was refused of each demand since the last release."""
-        self._batches_of: dict[str, dict[OrderKey, ReadyBatch]] = {}
-        """The batches of each submission, which come in their order."""
+        self._batches_of: dict[str, dict[int, ReadyBatch]] = {}
+        """The batches of each submission, by arrival; they come in their order."""
         self._arrivals = itertools.count()
+        self._by_age: deque[ReadyEntry] = deque()
+        """As they came, if somebody may be promoted; some are gone."""
+        self._overdue: ReadyEntry | None = None
+        """What goes first for its age, as of the last offer."""
         self.holds_back = True
         """Whether a head that was overtaken often enough holds the others back."""
         self.claims = 0
         """How many of the entries are outside claims."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._heaps.values()))
-
-    def __iter__(self) -> Iterator[ReadyEntry]:
-        """All entries, in the order of service."""
-        return (entry for _, entry in sorted(itertools.chain.from_iterable(self._heaps.values())))
-
-    @property
-    def max_bypass(self) -> int:
-        return self._max_bypass
+        return len(self.flows)
 
     def batches_of(self, submission_id: str) -> Iterable[ReadyBatch]:
-        """A submission's batches, in order of service."""
+        """A submission's batches, as they came."""
         return self._batches_of.get(submission_id, {}).values()
 
-    def unordered(self) -> Iterator[ReadyEntry]:
+    def entries(self) -> Iterator[ReadyEntry]:
         """All entries, in no order: for a look that must not sort a long queue."""
-        return (entry for _, entry in itertools.chain.from_iterable(self._heaps.values()))
+        return itertools.chain.from_iterable(flow.entries() for flow in self.flows.waiting.values())
+
+    # In
 
     def push(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], queued_at: float) -> None:
-        """Adds a batch of at least one attempt."""
-        order = (*attempts[0].batch_key, next(self._arrivals))
-        shape = (spec.evaluator_id, len(attempts))
-        entry = ReadyBatch(order=order, shape=shape, queued_at=queued_at, spec=spec, attempts=attempts)
-        siblings = self._batches_of.get(entry.submission_id)
+        """Adds a batch of at least one attempt; which flow it is in, the first of them says."""
+        first, arrival = attempts[0], next(self._arrivals)
+        entry = ReadyBatch(
+            flow=(first.namespace, self._tells_evals_apart and first.task.config.is_eval),
+            order=(*first.batch_key, arrival),
+            shape=(spec.evaluator_id, len(attempts)),
+            queued_at=queued_at,
+            spec=spec,
+            attempts=attempts,
+        )
+        siblings = self._batches_of.get(first.submission_id)
         if siblings is None:
-            siblings = self._batches_of[entry.submission_id] = {}
-        siblings[order] = entry
+            siblings = self._batches_of[first.submission_id] = {}
+        siblings[arrival] = entry
         self._push(entry)
 
     def push_claim(
@@ -118,9 +112,11 @@ class ReadyQueue:
         tokens: int,
         grant: Callable[[Lease], None],
         queued_at: float,
+        namespace: str,
     ) -> ReadyClaim:
-        """Adds a claim of at least one token. `tokens` is what the demand comes to."""
+        """Adds a claim of at least one token, beside the namespace's training. `tokens` is what the demand comes to."""
         entry = ReadyClaim(
+            flow=(namespace, False),
             order=(*batch_key, next(self._arrivals)),
             shape=(demand.per_sample, tokens),
             queued_at=queued_at,
@@ -133,58 +129,92 @@ class ReadyQueue:
         return entry
 
     def _push(self, entry: ReadyEntry) -> None:
-        heap = self._heaps.get(entry.shape)
-        if heap is None:
-            heap = self._heaps[entry.shape] = []
-        heapq.heappush(heap, (entry.order, entry))
+        self.flows.open(entry.flow).push(entry)
+        if self.max_wait_seconds is not None:
+            self._by_age.append(entry)
+            if len(self._by_age) > 2 * len(self.flows) + _KEEP_GONE:
+                self._by_age = deque(entry for entry in self._by_age if not entry.is_gone)
 
-    def offer(self) -> ReadyEntry | None:
-        """The next entry to try: `admit` or `refuse` it. None when all that is left is blocked or held back."""
-        if not self._heaps:
+    # Out
+
+    def offer(self, now: float = 0.0) -> ReadyEntry | None:
+        """The next entry to try: `admit` or `refuse` it. None when all that is left is blocked or held back.
+
+        now: monotonic seconds.
+        """
+        waiting = self.flows.waiting
+        if not waiting:
             return None
+        overdue = self._overdue = self._find_overdue(now) if self._by_age else None
         if not self._blocked:
-            return min(heap[0] for heap in self._heaps.values())[1]
-        free = [heap[0] for shape, heap in self._heaps.items() if not self._is_blocked(shape)]
-        if not free:
-            return None
-        best, head = min(free)[1], self._head()
-        if self.holds_back and head is not None and head.order < best.order and head.bypassed >= self._max_bypass:
-            return None
-        return best
+            if overdue is not None:
+                return overdue
+            flow = next(iter(waiting.values())) if len(waiting) == 1 else self.flows.foremost()
+            return flow.head()
+        if overdue is not None:
+            if not self._is_blocked(overdue.shape):
+                return overdue
+            if self._holds_back(overdue):
+                return None
+        for flow in self.flows.in_order():
+            head = flow.head()
+            best = flow.first(self._is_blocked)
+            if best is not head and self._holds_back(head):
+                return None
+            if best is not None:
+                return best
+        return None
+
+    def _holds_back(self, head: ReadyEntry) -> bool:
+        return self.holds_back and head.bypassed >= self.max_bypass
+
+    def is_overdue(self, entry: ReadyEntry, now: float) -> bool:
+        """Whether it has waited so long that it goes before what has not."""
+        return self.max_wait_seconds is not None and now - entry.queued_at >= self.max_wait_seconds
+
+    def _find_overdue(self, now: float) -> ReadyEntry | None:
+        by_age = self._by_age
+        while by_age and by_age[0].is_gone:
+            by_age.popleft()
+        return by_age[0] if by_age and self.is_overdue(by_age[0], now) else None
 
     def admit(self, entry: ReadyEntry) -> None:
-        """Removes the entry that was offered, and counts it against the head that it overtook, if it did."""
+        """Removes the entry that was offered, counts it against those that it overtook, and charges its flow."""
+        if self._blocked and entry is not self._overdue:
+            for passed in self._passed_by(entry):
+                passed.bypassed += 1
+        self.flows.waiting[entry.flow].charge(entry.shape[1])
         self.drop(entry)
-        if self._blocked:
-            head = self._head()
-            if head is not None and head.order < entry.order:
-                head.bypassed += 1
+
+    def _passed_by(self, entry: ReadyEntry) -> list[ReadyEntry]:
+        """Whoever was first by age, and the heads of the flows up to the entry's own."""
+        passed = [] if self._overdue is None else [self._overdue]
+        for flow in self.flows.in_order():
+            head = flow.head()
+            if head is not entry and head is not self._overdue:
+                passed.append(head)
+            if flow.key == entry.flow:
+                break
+        return passed
 
     def drop(self, entry: ReadyEntry) -> None:
         """Removes the entry that was offered: nothing of it is left to run."""
-        heap = self._heaps[entry.shape]
-        heapq.heappop(heap)
-        if not heap:
-            del self._heaps[entry.shape]
+        self.flows.take_out(entry)
         if isinstance(entry, ReadyBatch):
-            siblings = self._batches_of[entry.submission_id]
-            del siblings[entry.order]
+            submission_id = entry.submission_id
+            siblings = self._batches_of[submission_id]
+            del siblings[entry.order[2]]
             if not siblings:
-                del self._batches_of[entry.submission_id]
+                del self._batches_of[submission_id]
         else:
             self.claims -= 1
 
     def remove(self, entry: ReadyClaim) -> None:
         """Takes out a claim that ended while it waited, wherever it stands."""
-        heap = self._heaps[entry.shape]
-        heap.remove((entry.order, entry))
         self.claims -= 1
-        if heap:
-            heapq.heapify(heap)
-            return
-        del self._heaps[entry.shape]
-        # Demands of claims are without number, and until a release may be long: none may outlive its last entry here.
-        self._blocked.pop(entry.per_sample, None)
+        if self.flows.take_out(entry):
+            # Demands of claims are without number, and until a release may be long: none may outlive its last entry.
+            self._blocked.pop(entry.per_sample, None)
 
     def refuse(self, entry: ReadyEntry) -> None:
         """Blocks the entry's demand, from its count on, until the next release."""
@@ -195,16 +225,8 @@ class ReadyQueue:
         """Something was released: everything may be tried again."""
         self._blocked.clear()
 
-    def place_of(self, entry: ReadyEntry) -> int:
-        """How many entries are ahead of it."""
-        return sum(order < entry.order for heap in self._heaps.values() for order, _ in heap)
-
     def is_blocked(self, entry: ReadyEntry) -> bool:
         return self._is_blocked(entry.shape)
-
-    def _head(self) -> ReadyEntry | None:
-        """The entry that is first in order, blocked or not."""
-        return min(heap[0] for heap in self._heaps.values())[1] if self._heaps else None
 
     def _is_blocked(self, shape: Shape) -> bool:
         demand, count = shape

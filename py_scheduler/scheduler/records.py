@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from py_scheduler.domain.events import StopCause
-from py_scheduler.domain.results import AttemptState, Outcome, TaskState
+from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
 from py_scheduler.domain.task import SubmissionKey, Task, sort_batch_id
 
 _MAX_DIGITS = 18
@@ -32,10 +33,14 @@ class SubTaskRecord(msgspec.Struct, gc=False):
     state: AttemptState = AttemptState.QUEUED
     failures: int = 0
     losses: int = 0
+    refills: int = 0
 
 
 class TaskRecord(msgspec.Struct, gc=False):
-    """An open task. It is dropped from the ledger with its TaskDone."""
+    """An open task. It is dropped from the ledger with its TaskDone.
+
+    group_samples: its final samples, for the handler that scores them together; None when it scores none.
+    """
 
     task_id: str
     task: Task
@@ -47,6 +52,13 @@ class TaskRecord(msgspec.Struct, gc=False):
     outcomes: dict[Outcome, int] = {}
     stop_cause: StopCause | None = None
     reason: str = ""
+    iteration: IterationContext | None = None
+    group_samples: list[SampleDone] | None = None
+
+    @property
+    def awaits_group_score(self) -> bool:
+        """Whether its samples are all there and their score as a group is not."""
+        return self.open_subtasks == 0
 
 
 def new_task(task_id: str, task: Task, submission: SubmissionRecord, unix_seconds: float) -> TaskRecord:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.scheduler.ledger import Ledger
     from py_scheduler.scheduler.recorder import Recorder
+    from py_scheduler.scheduler.records import TaskRecord
 
 _READ_EVENTS = 4_096
 
@@ -38,6 +39,16 @@ def interrupt_running(recorder: Recorder, clock: Clock) -> None:
         for task_id in list(submission.open_tasks):
             for ref in ledger.running_attempts(task_id):
                 recorder.record(InterruptAttempt(ref, clock.unix_time()), submission.key.namespace)
+
+
+def unscored_groups(ledger: Ledger) -> list[TaskRecord]:
+    """Tasks whose samples are all there, and whose handler had not scored them together."""
+    return [
+        record
+        for submission in ledger.open_submissions()
+        for record in submission.open_tasks.values()
+        if record.awaits_group_score
+    ]
 
 
 def open_batches(

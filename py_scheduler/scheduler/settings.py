@@ -9,9 +9,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """max_running_samples: resident workers at most, whatever the pool could hold.
     max_queued_tasks, max_queued_samples: open tasks and their samples at most; submits beyond are refused for now.
     max_bypass: how often later batches may be admitted past a blocked one.
+    eval_weight: how much evals get of the room when training waits too, which counts 1. 0: only what training leaves;
+    None: no sharing, evals stand in the order of their batch ids like everything else.
+    max_wait_seconds: what has waited this long goes first, whatever its batch id; None: nothing is promoted.
     stop_grace_seconds: how long a stopped handler may take before its worker is given up.
     retained_events, retained_bytes: what the in-memory journal keeps for watchers that come back.
     retained_submissions: finished submissions whose request ids and counts are remembered.
+    workdir_root: where the folders of episodes are made and removed; None: where the system keeps temporary files.
     max_pending_claims: outside claims that wait for room at most; more are refused for now.
     retained_claims: ended outside claims, and releases of theirs, whose request ids are remembered.
     """
@@ -20,9 +24,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_queued_tasks: int = 1_000_000
     max_queued_samples: int = 2_000_000
     max_bypass: int = 64
+    eval_weight: float | None = 1.0
+    max_wait_seconds: float | None = None
     stop_grace_seconds: float = 5.0
     retained_events: int = 1_000_000
     retained_bytes: int = 1 << 30
     retained_submissions: int = 10_000
+    workdir_root: str | None = None
     max_pending_claims: int = 1_000
     retained_claims: int = 10_000

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,9 +24,10 @@ from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.commands import EndAttempt, StartAttempt
 from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.scheduler.group_scorer import GroupScorer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
@@ -43,10 +45,10 @@ class Concerned(msgspec.Struct, frozen=True):
     submission_id: str = ""
     task_ids: frozenset[str] = frozenset()
 
-    def includes(self, running: RunningAttempt) -> bool:
+    def includes(self, task_id: str, submission_id: str) -> bool:
         if self.task_ids:
-            return running.ref.task_id in self.task_ids
-        return not self.submission_id or running.planned.submission_id == self.submission_id
+            return task_id in self.task_ids
+        return not self.submission_id or submission_id == self.submission_id
 
 
 EVERYTHING = Concerned()
@@ -80,6 +82,7 @@ class Supervisor:
         self._deadlines: Deadlines[RunningAttempt] = Deadlines(services.clock, self._on_deadline)
         self._workers = WorkerPool(settings.max_running_samples, self._on_crash)
         self._stopped = asyncio.Event()
+        self.groups = GroupScorer(recorder, services.clock, settings, self._tell_stopped)
         self.is_draining = False
         """No attempt is started any more; what runs may finish."""
 
@@ -99,8 +102,9 @@ class Supervisor:
     ) -> RunningAttempt | None:
         if self.is_draining:
             return None
-        running = RunningAttempt(planned, evaluator, token, worker, self._clock.monotonic())
-        start = StartAttempt(planned.ref, running.node_ip, running.gpu_ids, self._clock.unix_time())
+        unix_seconds = self._clock.unix_time()
+        running = RunningAttempt(planned, evaluator, token, worker, self._clock.monotonic(), unix_seconds)
+        start = StartAttempt(planned.ref, running.node_ip, running.gpu_ids, unix_seconds)
         if not self._recorder.record(start, planned.namespace):
             return None
         worker.running = self._running[planned.ref] = running
@@ -134,27 +138,36 @@ class Supervisor:
 
     # Stops
 
-    def stop(self, refs: Iterable[AttemptRef], cause: StopCause, reason: str) -> None:
-        """Cancels these attempts, those of them that run."""
-        for ref in refs:
+    def stop(self, task_id: str, cause: StopCause, reason: str) -> None:
+        """Cancels what runs of a task."""
+        for ref in self._recorder.ledger.running_attempts(task_id):
             running = self._running.get(ref)
             if running is not None:
                 self._stop(running, cause, reason)
+        self.groups.stop(task_id)
 
     def unconfirmed(self, concerned: Concerned) -> tuple[str, ...]:
         """Tasks whose work has not been seen to stop: still running, or stranded."""
-        attempts = (*self._running.values(), *self._stranded.values())
-        return tuple(dict.fromkeys(running.ref.task_id for running in attempts if concerned.includes(running)))
+        return tuple(dict.fromkeys(task_id for task_id, _ in self._at_work(concerned)))
 
     async def wait_stopped(self, concerned: Concerned) -> None:
         """Returns when none of these tasks runs any more; what is stranded is not waited for."""
-        while any(concerned.includes(running) for running in self._running.values()):
+        while any(not is_stranded for _, is_stranded in self._at_work(concerned)):
             await self._stopped.wait()
+
+    def _at_work(self, concerned: Concerned) -> Iterator[tuple[str, bool]]:
+        """The tasks that attempts or scores of groups are at, and whether those are stranded."""
+        for running in itertools.chain(self._running.values(), self._stranded.values()):
+            if concerned.includes(running.ref.task_id, running.planned.submission_id):
+                yield running.ref.task_id, running.is_stranded
+        for group in self.groups.open_groups():
+            if concerned.includes(group.record.task_id, group.record.submission.submission_id):
+                yield group.record.task_id, group.is_stranded
 
     async def close(self) -> int:
         """Ends the workers; how many did not end within the grace."""
         self._deadlines.clear()
-        return await self._workers.close(self._stop_grace_seconds)
+        return sum(await asyncio.gather(self._workers.close(self._stop_grace_seconds), self.groups.close()))
 
     def _stop(self, running: RunningAttempt, cause: StopCause, reason: str) -> None:
         if running.stop(cause, reason):
@@ -211,6 +224,12 @@ class Supervisor:
         planned = running.planned
         unix_seconds = self._clock.unix_time()
         end = EndAttempt(planned.ref, report.state, report.samples, report.message, unix_seconds, confirmed)
-        for event in self._recorder.record(end, planned.namespace):
-            if type(event) is AttemptEnded and event.next_attempt_no:
-                self._requeue(running.evaluator.spec, [planned.next_attempt(self._clock.monotonic())])
+        events = self._recorder.record(end, planned.namespace)
+        if not events or type(last := events[-1]) is not AttemptEnded:
+            return
+        if last.next_attempt_no:
+            self._requeue(running.evaluator.spec, [planned.next_attempt(self._clock.monotonic())])
+            return
+        record = self._recorder.ledger.task(last.task_id)
+        if record is not None and record.awaits_group_score:
+            self.groups.score(record, running.evaluator.spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,17 @@ from py_scheduler.errors import NotFoundError
 from py_scheduler.placement import tokens_in_budget
 from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyClaim
 from py_scheduler.scheduler.records import submission_and_number
+from py_scheduler.scheduler.service_order import ahead_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from py_scheduler.domain.events import AttemptRef
     from py_scheduler.placement import NodeExplanation, PlacementPool
+    from py_scheduler.scheduler.flows import ReadyEntry
     from py_scheduler.scheduler.ledger import Ledger
-    from py_scheduler.scheduler.ready_queue import ReadyEntry, ReadyQueue
+    from py_scheduler.scheduler.ready_queue import ReadyQueue
+    from py_scheduler.scheduler.service_order import Ahead
 
 MAX_NODES_TOLD = 100
 MAX_AHEAD_TOLD = 20
@@ -34,8 +36,8 @@ _FOREMOST_FIRST = (
 class TaskExplainer:
     """Looks at one moment of the queue.
 
-    now: monotonic seconds. max_slots: samples that run at once at most. reason_of: why an entry waits, given how many
-    are ahead of it. What has ended since it was queued may still lie in the queue, and is not told.
+    now: monotonic seconds. max_slots: samples that run at once at most. reason_of: why an entry waits, given what is
+    ahead of it. What has ended since it was queued may still lie in the queue, and is not told.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class TaskExplainer:
         *,
         now: float,
         max_slots: int,
-        reason_of: Callable[[ReadyEntry, int], str],
+        reason_of: Callable[[ReadyEntry, Ahead], str],
     ) -> None:
         self._queue = queue
         self._pool = pool
@@ -72,8 +74,8 @@ class TaskExplainer:
             task_id=task_id,
             submission_id=submission_id,
             batch_id=batch_id,
-            # The last attempt that ends takes its TaskDone with it in the same turn, so one of the three is there.
-            phase=next(phase for state, phase in _FOREMOST_FIRST if counts[state]),
+            # The last attempt that ends takes its TaskDone with it in the same turn, unless its group is to be scored.
+            phase=next((phase for state, phase in _FOREMOST_FIRST if counts[state]), TaskPhase.SCORING),
             queued_attempts=counts[AttemptState.QUEUED],
             leased_attempts=counts[AttemptState.LEASED],
             running_attempts=counts[AttemptState.RUNNING],
@@ -88,20 +90,19 @@ class TaskExplainer:
         )
 
     def _wait(self, entry: ReadyBatch, refs: Sequence[AttemptRef]) -> TaskWait:
-        ahead = [other for other in self._queue.unordered() if other.order < entry.order and self._is_there(other)]
-        first = heapq.nsmallest(MAX_AHEAD_TOLD, ahead, key=lambda other: other.order)
+        ahead = ahead_of(self._queue, entry, self._now, MAX_AHEAD_TOLD, self._is_there)
         wanted = self._tokens_at_once(entry, refs)
         free_tokens = max_tokens = 0
         nodes: list[NodeShortageView] = []
         if self._pool is not None:
             explanation = self._pool.explain(entry.spec.sample_resource, wanted)
             free_tokens, max_tokens = explanation.free_tokens, explanation.max_tokens
-            nodes = sorted(map(_shortage, explanation.nodes), key=lambda node: -node.free_tokens)
+            nodes = sorted(map(node_shortage, explanation.nodes), key=lambda node: -node.free_tokens)
         return TaskWait(
             evaluator_id=entry.spec.evaluator_id,
             tasks=_count_tasks(refs),
             attempts=len(refs),
-            reason=self._reason_of(entry, len(ahead)),
+            reason=self._reason_of(entry, ahead),
             waiting_seconds=self._now - entry.queued_at,
             bypassed=entry.bypassed,
             max_bypass=self._queue.max_bypass,
@@ -110,8 +111,8 @@ class TaskExplainer:
             max_tokens=max_tokens,
             nodes=tuple(nodes[:MAX_NODES_TOLD]),
             nodes_in_all=len(nodes),
-            ahead=tuple(map(self._entry_ahead, first)),
-            ahead_in_all=len(ahead),
+            ahead=tuple(map(self._entry_ahead, ahead.first)),
+            ahead_in_all=ahead.in_all,
         )
 
     def _entry_ahead(self, entry: ReadyEntry) -> EntryAhead:
@@ -145,12 +146,15 @@ class TaskExplainer:
         return min(tokens_in_budget(spec.resource, spec.sample_resource), len(refs), self._max_slots)
 
 
-def _shortage(node: NodeExplanation) -> NodeShortageView:
+def node_shortage(node: NodeExplanation) -> NodeShortageView:
+    """A node's part of an explanation."""
     return NodeShortageView(
         node_ip=node.node_ip,
         free_tokens=node.free_tokens,
         max_tokens=node.max_tokens,
         short=tuple(map(Shortage, node.short)),
+        short_named=tuple(node.short_named),
+        lacking_labels=node.lacking_labels,
     )
 
 

@@ -30,6 +30,7 @@ from py_scheduler.errors import (
     ModelFetchError,
     NotFoundError,
     ResourceExhaustedError,
+    SandboxError,
     SchedulerError,
     ServerError,
     UnplaceableError,
@@ -64,6 +65,7 @@ _REASONS: dict[type[SchedulerError], tuple[str, int]] = {
     EngineRejectedError: ("ENGINE_REJECTED", code_pb2.FAILED_PRECONDITION),
     ContextOverflowError: ("CONTEXT_OVERFLOW", code_pb2.INVALID_ARGUMENT),
     GenerationAbortedError: ("GENERATION_ABORTED", code_pb2.ABORTED),
+    SandboxError: ("SANDBOX_FAILED", code_pb2.UNAVAILABLE),
     ModelFetchError: ("MODEL_FETCH", code_pb2.UNAVAILABLE),
 }
 _CLASSES = {reason: error_class for error_class, (reason, _code) in _REASONS.items()}

@@ -14,7 +14,7 @@ from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, scheduler_se
 from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, TaskDone, TasksAccepted
 from py_scheduler.domain.requests import TasksAcceptedNotice, WatchedEvent, WatchedFrame, WatchedRecord
 from py_scheduler.wire.enums import ATTEMPT_STATES, OUTCOMES, STOP_CAUSES, TASK_STATES
-from py_scheduler.wire.results import decode_sample, encode_sample
+from py_scheduler.wire.results import decode_reward, decode_sample, encode_reward, encode_sample
 from py_scheduler.wire.tasks import encode_batch_id
 from py_scheduler.wire.text import safe_text
 
@@ -124,6 +124,8 @@ def _fill_task_done(event: TaskDone, message: event_pb2.Event) -> None:
         entry.count = count
     if event.reason:
         done.reason = safe_text(event.reason)
+    for reward in event.rewards:
+        encode_reward(reward, done.rewards.add())
 
 
 _FILLERS: dict[type, Callable[[Any, event_pb2.Event], None]] = {
@@ -220,6 +222,7 @@ def _decode_task_done(message: event_pb2.Event) -> TaskDone:
         outcomes={OUTCOMES.member(entry.outcome, "task_done.outcomes"): entry.count for entry in done.outcomes},
         reason=done.reason,
         unix_seconds=message.unix_seconds,
+        rewards=tuple([decode_reward(reward) for reward in done.rewards]),
     )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPhase, TaskWait
-from py_scheduler.domain.leases import NodeShortageView
 from py_scheduler.domain.limits import name_fault
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId
 from py_scheduler.wire.enums import EnumTable
 from py_scheduler.wire.faults import Faults
-from py_scheduler.wire.placement import SHORTAGES
+from py_scheduler.wire.placement import decode_shortage, encode_shortage
 from py_scheduler.wire.tasks import encode_batch_id
 from py_scheduler.wire.text import safe_text
 
@@ -70,13 +69,7 @@ def _encode_wait(wait: TaskWait) -> service.TaskWait:
         reason=safe_text(wait.reason),
         **{number: getattr(wait, number) for number in _WAIT_NUMBERS},
     )
-    for node in wait.nodes:
-        message.nodes.add(
-            node_ip=node.node_ip,
-            free_tokens=node.free_tokens,
-            max_tokens=node.max_tokens,
-            short=[SHORTAGES.number_of[short] for short in node.short],
-        )
+    message.nodes.extend(map(encode_shortage, wait.nodes))
     for entry in wait.ahead:
         message.ahead.add(
             namespace=entry.namespace,
@@ -90,15 +83,7 @@ def _decode_wait(message: service.TaskWait) -> TaskWait:
     return TaskWait(
         evaluator_id=message.evaluator_id,
         reason=message.reason,
-        nodes=tuple(
-            NodeShortageView(
-                node_ip=node.node_ip,
-                free_tokens=node.free_tokens,
-                max_tokens=node.max_tokens,
-                short=tuple(SHORTAGES.member(short, "short") for short in node.short),
-            )
-            for node in message.nodes
-        ),
+        nodes=tuple(map(decode_shortage, message.nodes)),
         ahead=tuple(
             EntryAhead(
                 namespace=entry.namespace,

@@ -6,6 +6,8 @@ at once.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from py_scheduler._generated.rollout_scheduler.v1 import resource_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler.domain.limits import MAX_TASKS_PER_ABORT, MAX_WAITING_SHOWN, name_fault
@@ -24,13 +26,13 @@ from py_scheduler.domain.requests import (
     SubmitRequest,
     WaitingBatch,
 )
-from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.resources import MAX_NAMES, Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.cursor import CursorCodec
 from py_scheduler.wire.enums import EVENT_KINDS
 from py_scheduler.wire.faults import Faults
-from py_scheduler.wire.tasks import decode_batch_id, decode_tasks, encode_batch_id
+from py_scheduler.wire.tasks import decode_batch_id, decode_iteration, decode_tasks, encode_batch_id
 from py_scheduler.wire.text import safe_text
 
 MAX_REASON_LENGTH = 4_096
@@ -49,9 +51,12 @@ def decode_submit_request(message: service.SubmitTasksRequest, max_tasks: int) -
         faults.add("tasks", f"holds {count}, must hold at least 1 and at most {max_tasks}: split the submission")
         faults.check()
     default_config = message.default_config if message.HasField("default_config") else None
+    iteration = None
+    if message.HasField("iteration"):
+        iteration = decode_iteration(message.iteration, "iteration", faults)
     tasks = decode_tasks(message.tasks, default_config, faults)
     faults.check()
-    return SubmitRequest(request_id=message.request_id, key=key, tasks=tasks)
+    return SubmitRequest(request_id=message.request_id, key=key, tasks=tasks, iteration=iteration)
 
 
 def _namespace(namespace: str, faults: Faults, path: str = "namespace") -> str:
@@ -264,8 +269,8 @@ def decode_server_info(message: service.GetServerInfoResponse) -> ServerInfo:
             EvaluatorSpecView(
                 evaluator_id=evaluator.evaluator_id,
                 handler=evaluator.handler,
-                resource=_decode_resource(evaluator.resource),
-                sample_resource=_decode_resource(evaluator.sample_resource),
+                resource=_decode_whole(evaluator.resource),
+                sample_resource=_decode_whole(evaluator.sample_resource),
                 batch_size=evaluator.batch_size or None,
             )
             for evaluator in message.evaluators
@@ -294,6 +299,9 @@ def encode_node(node: NodeView) -> resource_pb2.Node:
         free_gpus=node.free_gpus,
         free_cpu=node.free_cpu,
         free_memory_gb=node.free_memory_gb,
+        named=node.named,
+        free_named=node.free_named,
+        labels=node.labels,
     )
 
 
@@ -306,14 +314,35 @@ def decode_node(message: resource_pb2.Node) -> NodeView:
         free_gpus=tuple(message.free_gpus),
         free_cpu=message.free_cpu,
         free_memory_gb=message.free_memory_gb,
+        named=dict(message.named),
+        free_named=dict(message.free_named),
+        labels=dict(message.labels),
     )
 
 
 def encode_resource(resource: Resource) -> resource_pb2.Resource:
+    """What `check_extras` finds nothing wrong with."""
     return resource_pb2.Resource(
-        gpu=resource.gpu, cpu=resource.cpu, memory_gb=resource.memory_gb, concurrency=resource.concurrency
+        gpu=resource.gpu,
+        cpu=resource.cpu,
+        memory_gb=resource.memory_gb,
+        concurrency=resource.concurrency,
+        named=resource.named,
+        required_labels=resource.required_labels,
     )
 
 
-def _decode_resource(message: resource_pb2.Resource) -> Resource:
-    return Resource(gpu=message.gpu, cpu=message.cpu, memory_gb=message.memory_gb, concurrency=message.concurrency)
+def decode_resource(message: resource_pb2.Resource, concurrency: int) -> Resource:
+    """Reads without judging. Of names one more than is allowed is enough for a check to refuse them."""
+    return Resource(
+        gpu=message.gpu,
+        cpu=message.cpu,
+        memory_gb=message.memory_gb,
+        concurrency=concurrency,
+        named=dict(islice(message.named.items(), MAX_NAMES + 1)),
+        required_labels=dict(islice(message.required_labels.items(), MAX_NAMES + 1)),
+    )
+
+
+def _decode_whole(message: resource_pb2.Resource) -> Resource:
+    return decode_resource(message, message.concurrency)

@@ -51,6 +51,8 @@ def _fill_place(sample: SampleDone, message: task_pb2.SampleDone) -> None:
     if sample.node_ip:
         message.node_ip = sample.node_ip
         message.gpu_ids.extend(sample.gpu_ids)
+    if sample.started_unix_seconds:
+        message.started_unix_seconds = sample.started_unix_seconds
     if sample.timings is not _NO_TIMINGS:
         _encode_timings(sample.timings, message.timings)
 
@@ -58,9 +60,7 @@ def _fill_place(sample: SampleDone, message: task_pb2.SampleDone) -> None:
 def _fill_sample(sample: SampleDone, message: task_pb2.SampleDone) -> None:
     _fill_identity(sample, message)
     if sample.reward is not NO_REWARD:
-        message.reward.score = float(sample.reward.score)
-        if sample.reward.details:
-            message.reward.details_json = _encode_details(sample.reward.details)
+        encode_reward(sample.reward, message.reward)
     if sample.trajectory is not EMPTY_TRAJECTORY:
         encode_trajectory(sample.trajectory, message.trajectory)
     if sample.termination_reason:
@@ -70,6 +70,13 @@ def _fill_sample(sample: SampleDone, message: task_pb2.SampleDone) -> None:
     if sample.phase:
         message.phase = EPISODE_PHASES.number_of[EpisodePhase(sample.phase)]
     _fill_place(sample, message)
+
+
+def encode_reward(reward: Reward, message: task_pb2.Reward) -> None:
+    """Fills an empty message. Of details what cannot travel is replaced by what is wrong with it."""
+    message.score = float(reward.score)
+    if reward.details:
+        message.details_json = _encode_details(reward.details)
 
 
 def _encode_timings(timings: Timings, message: task_pb2.Timings) -> None:
@@ -152,7 +159,7 @@ def decode_sample(message: task_pb2.SampleDone) -> SampleDone:
         sample_no=message.sample_no,
         attempt_no=message.attempt_no,
         outcome=OUTCOMES.member(message.outcome, "outcome"),
-        reward=_decode_reward(message.reward) if message.HasField("reward") else NO_REWARD,
+        reward=decode_reward(message.reward) if message.HasField("reward") else NO_REWARD,
         trajectory=decode_trajectory(message.trajectory) if message.HasField("trajectory") else EMPTY_TRAJECTORY,
         termination_reason=message.termination_reason,
         error=message.error,
@@ -160,10 +167,11 @@ def decode_sample(message: task_pb2.SampleDone) -> SampleDone:
         node_ip=node_ip,
         gpu_ids=tuple(message.gpu_ids) if node_ip else (),
         timings=_decode_timings(message.timings) if message.HasField("timings") else _NO_TIMINGS,
+        started_unix_seconds=message.started_unix_seconds,
     )
 
 
-def _decode_reward(message: task_pb2.Reward) -> Reward:
+def decode_reward(message: task_pb2.Reward) -> Reward:
     details_json = message.details_json
     return Reward(score=message.score, details=_decode_details(details_json) if details_json else {})
 

@@ -13,12 +13,13 @@ import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
-from py_scheduler.wire.tasks import encode_batch_id, encode_config, encode_task
+from py_scheduler.wire.tasks import encode_batch_id, encode_config, encode_iteration, encode_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
+    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
 
 _CHUNK_SAMPLES = 100_000
@@ -42,21 +43,31 @@ class SubmitChunk(msgspec.Struct, frozen=True):
 
 
 def encode_submission_chunks(
-    tasks: Iterable[Task], key: SubmissionKey, request_id: str, max_tasks: int, max_bytes: int
+    tasks: Iterable[Task],
+    key: SubmissionKey,
+    request_id: str,
+    max_tasks: int,
+    max_bytes: int,
+    iteration: IterationContext | None = None,
 ) -> Iterator[SubmitChunk]:
-    """A request is closed by `max_tasks`, or by the task that brings it to `max_bytes`.
+    """A request is closed by `max_tasks`, or by the task that brings it to `max_bytes`; each bears the iteration.
 
     Raises InvalidArgumentError for tasks that the server would refuse anyway, and for an empty list.
     """
     configs = _ConfigCache()
-    batch_id = encode_batch_id(key.batch_id)
+    head = service.SubmitTasksRequest(
+        batch_id=encode_batch_id(key.batch_id),
+        namespace=key.namespace,
+        iteration=None if iteration is None else encode_iteration(iteration),
+    )
     first_task = chunk_no = size = samples = 0
     request: service.SubmitTasksRequest | None = None
     default_config: TaskConfig | None = None
     for number, task in enumerate(tasks):
         if request is None:
             first_task, size, samples, default_config = number, 0, 0, task.config
-            request = _new_request(request_id, chunk_no, batch_id, key.namespace)
+            request = service.SubmitTasksRequest(request_id=f"{request_id}/{chunk_no}" if chunk_no else request_id)
+            request.MergeFrom(head)
             request.default_config.CopyFrom(_at_task(configs, number, default_config))
         message = request.tasks.add()
         if task.config is not default_config:
@@ -74,13 +85,6 @@ def encode_submission_chunks(
         yield SubmitChunk(first_task, request)
     elif chunk_no == 0:
         raise InvalidArgumentError("is empty: there is nothing to submit", "tasks")
-
-
-def _new_request(
-    request_id: str, chunk_no: int, batch_id: task_pb2.BatchId, namespace: str
-) -> service.SubmitTasksRequest:
-    own_id = f"{request_id}/{chunk_no}" if chunk_no else request_id
-    return service.SubmitTasksRequest(request_id=own_id, batch_id=batch_id, namespace=namespace)
 
 
 class _ConfigCache:

@@ -13,7 +13,15 @@ import msgspec
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 from py_scheduler.domain.cascade import DATASET_CONFIG_KEY
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
-from py_scheduler.domain.limits import MAX_STOPS, check_batch_id, check_dataset_config, check_task_config, name_fault
+from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.limits import (
+    MAX_STOPS,
+    check_batch_id,
+    check_dataset_config,
+    check_iteration,
+    check_task_config,
+    name_fault,
+)
 from py_scheduler.domain.task import BatchId, RetryPolicy, Task, TaskConfig
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.wire.text import safe_text
@@ -30,7 +38,7 @@ _SAMPLING_SCALARS = tuple(
     field.name for field in task_pb2.SamplingParams.DESCRIPTOR.fields if field.name not in _SAMPLING_LISTS
 )
 _STOPPING_SCALARS = ("max_turns", "max_context_len")
-_RETRY_SCALARS = ("max_failure_retries", "max_loss_retries")
+_RETRY_SCALARS = RetryPolicy.__struct_fields__
 
 _NO_CONFIG = TaskConfig(task_type="absent")
 _NO_SAMPLING = SamplingParams()
@@ -113,6 +121,7 @@ def decode_config(message: task_pb2.TaskConfig) -> TaskConfig:
         ),
         task_deadline_seconds=message.task_deadline_seconds if message.HasField("task_deadline_seconds") else None,
         retry=RetryPolicy(**_present(message.retry, _RETRY_SCALARS)) if message.HasField("retry") else _DEFAULT_RETRY,
+        is_eval=message.is_eval,
     )
 
 
@@ -146,6 +155,12 @@ def _read_metadata(metadata_json: bytes, path: str, faults: Faults) -> dict[str,
     return metadata
 
 
+def decode_iteration(message: task_pb2.IterationContext, path: str, faults: Faults) -> IterationContext:
+    iteration = IterationContext(rollout_id=message.rollout_id, beta=message.beta, t_max=message.t_max)
+    faults.add_all(path, check_iteration(iteration))
+    return iteration
+
+
 def decode_batch_id(message: task_pb2.BatchId, path: str, faults: Faults) -> BatchId:
     kind = message.WhichOneof("id")
     if kind is None:
@@ -168,17 +183,14 @@ def encode_config(config: TaskConfig) -> task_pb2.TaskConfig:
         repeat_times=config.repeat_times,
         dataset=config.dataset,
         task_deadline_seconds=config.task_deadline_seconds,
+        is_eval=config.is_eval,
     )
     if config.sampling != _NO_SAMPLING:
         message.sampling.CopyFrom(encode_sampling(config.sampling))
     if config.stopping != _NO_STOPPING:
         message.stopping.CopyFrom(task_pb2.StoppingCriteria(**_said(config.stopping)))
     if config.retry != _DEFAULT_RETRY:
-        message.retry.CopyFrom(
-            task_pb2.RetryPolicy(
-                max_failure_retries=config.retry.max_failure_retries, max_loss_retries=config.retry.max_loss_retries
-            )
-        )
+        message.retry.CopyFrom(task_pb2.RetryPolicy(**_said(config.retry)))
     return message
 
 
@@ -221,6 +233,13 @@ def _unsendable_field(task: Task) -> str:
         if not isinstance(value, str) or safe_text(value) != value:
             return field
     return "data"
+
+
+def encode_iteration(iteration: IterationContext) -> task_pb2.IterationContext:
+    """Raises InvalidArgumentError for one that the server would refuse anyway."""
+    if violations := tuple(check_iteration(iteration)):
+        raise InvalidArgumentError([FieldViolation(f"iteration.{v.field}", v.description) for v in violations])
+    return task_pb2.IterationContext(rollout_id=iteration.rollout_id, beta=iteration.beta, t_max=iteration.t_max)
 
 
 def encode_batch_id(batch_id: BatchId) -> task_pb2.BatchId:

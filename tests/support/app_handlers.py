@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from py_scheduler.domain.evaluator import BaseAgent, Episode
-from py_scheduler.domain.results import AgentResult, Reward
+from py_scheduler.domain.results import AgentResult, Reward, SampleDone
+from py_scheduler.domain.task import Task
 
 
 class Echo(BaseAgent):
@@ -24,6 +28,36 @@ class Echo(BaseAgent):
 
     async def eval(self, episode: Episode, result: AgentResult) -> Reward:
         return Reward(score=1.0, details={"answer": result.answer})
+
+
+class Recording(Echo):
+    """Has tokens to learn from, without a language model."""
+
+    async def run(self, episode: Episode) -> AgentResult:
+        episode.observe([1, 2, 3], episode.sample.task.prompt)
+        return await super().run(episode)
+
+
+class StepTeller(BaseAgent):
+    """Tells back what it was told of the step, and gives each sample of a group its number.
+
+    "unlucky": each first attempt fails for want of a connection. "unscorable": the group's score fails.
+    """
+
+    async def run(self, episode: Episode) -> AgentResult:
+        if episode.sample.task.prompt == "unlucky" and episode.attempt_no == 1:
+            raise ConnectionRefusedError
+        return AgentResult()
+
+    async def eval(self, episode: Episode, result: AgentResult) -> Reward:
+        said = {} if episode.iteration is None else msgspec.structs.asdict(episode.iteration)
+        return Reward(score=1.0, details={**said, "is_eval": episode.sample.task.config.is_eval})
+
+    async def eval_group(self, task: Task, samples: Sequence[SampleDone]) -> Sequence[Reward]:
+        if task.prompt == "unscorable":
+            message = "no judge"
+            raise ValueError(message)
+        return [Reward(score=float(sample.sample_no), details={"of": len(samples)}) for sample in samples]
 
 
 class Deaf(Echo):

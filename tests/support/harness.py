@@ -10,6 +10,7 @@ from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.domain.events import AttemptEnded, AttemptStarted, EventRecord, TaskDone
+from py_scheduler.domain.generation import SamplingParams
 from py_scheduler.domain.requests import EventFilter, SubmissionSelector, SubmitReply, SubmitRequest
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey, Task, TaskConfig
 from py_scheduler.scheduler.engine import Engine
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.placement import PlacementPool
@@ -42,12 +44,14 @@ class Harness:
         *,
         namespace: str = DEFAULT_NAMESPACE,
         request_id: str | None = None,
+        iteration: IterationContext | None = None,
     ) -> SubmitReply:
         return await self.engine.submit(
             SubmitRequest(
                 request_id=request_id or f"request-{next(self._request_ids)}",
                 key=SubmissionKey(batch_id, namespace),
                 tasks=tuple(tasks),
+                iteration=iteration,
             )
         )
 
@@ -100,6 +104,7 @@ async def running_engine(
     max_running_samples: int | None = None,
     generation_engines: Mapping[str, GenerationEngine] | None = None,
     batching_strategy: BatchingStrategy = fifo_batching,
+    default_sampling: SamplingParams = SamplingParams(),
 ) -> AsyncIterator[Harness]:
     if max_running_samples is not None:
         settings = EngineSettings(max_running_samples=max_running_samples)
@@ -111,6 +116,7 @@ async def running_engine(
         clock=clock or LoopClock(),
         settings=settings or EngineSettings(),
         batching_strategy=batching_strategy,
+        default_sampling=default_sampling,
     )
     async with engine:
         yield Harness(engine)

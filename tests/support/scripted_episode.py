@@ -9,7 +9,9 @@ from py_scheduler.domain.task import Sample, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
+    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.resources import PlacementToken
 
 
@@ -24,12 +26,21 @@ class ScriptedEpisode:
         self.stopping = StoppingCriteria()
         self.attempt_no = 1
         self.token: PlacementToken | None = None
+        self.iteration: IterationContext | None = None
+        self.termination_reason = ""
         self.token_ids: Sequence[int] = ()
         self.remaining_seconds: float | None = None
         self.messages: list[ChatMessage] = []
         self.observed_text = ""
         self._answer = answer
         self._reason = reason
+
+    @property
+    def workdir(self) -> Path:
+        raise NotImplementedError
+
+    def choose_role(self) -> str:
+        return "student"
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         self.messages = list(messages)

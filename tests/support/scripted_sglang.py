@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 VOCAB_SIZE = 512
-INPUT_MARGIN = 6
+INPUT_MARGIN = 4
 FIRST_TOKEN = 100
 
 
@@ -52,6 +52,7 @@ class ScriptedSglang:
     """Use as an async context manager; `base_url` is its address."""
 
     context_length: int = 1000
+    """Of what can be generated altogether; of the model itself two more."""
     scripts: deque[Script] = field(default_factory=deque)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
@@ -66,6 +67,7 @@ class ScriptedSglang:
     base_url: str = ""
     streams_increments: bool = False
     tells_vocabulary: bool = True
+    heeds_seeds: bool = False
 
     async def __aenter__(self) -> Self:
         self._changed = asyncio.Event()
@@ -110,6 +112,7 @@ class ScriptedSglang:
                 "context_length": None,
                 "max_req_input_len": self.context_length - INPUT_MARGIN,
                 "incremental_streaming_output": self.streams_increments,
+                "enable_deterministic_inference": self.heeds_seeds,
             }
         )
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptRef, AttemptStarted, StopCause, TaskDone
-from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
-from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
+from py_scheduler.domain.results import AttemptState, Outcome, TaskState
+from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from py_scheduler.scheduler.commands import (
     AcceptTasks,
@@ -23,55 +23,7 @@ from py_scheduler.scheduler.commands import (
     StopTasks,
 )
 from py_scheduler.scheduler.ledger import Ledger
-
-KEY = SubmissionKey(7)
-
-
-def task(repeat_times: int = 1, client_key: str = "", **retry: int) -> Task:
-    config = TaskConfig(task_type="agent", repeat_times=repeat_times, retry=RetryPolicy(**retry))
-    return Task(config=config, client_key=client_key)
-
-
-def accept(*tasks: Task, request_id: str = "r", digest: bytes = b"d", key: SubmissionKey = KEY) -> AcceptTasks:
-    return AcceptTasks(request_id, digest, key, tasks, "s", 1.0)
-
-
-def start(task_id: str, subtask_no: int = 0, attempt_no: int = 1) -> StartAttempt:
-    return StartAttempt(AttemptRef(task_id, subtask_no, attempt_no), "10.0.0.1", (0,), 2.0)
-
-
-def end(
-    task_id: str, state: AttemptState, subtask_no: int = 0, attempt_no: int = 1, message: str = "because"
-) -> EndAttempt:
-    samples: tuple[SampleDone, ...] = ()
-    if state is AttemptState.SUCCEEDED:
-        done = SampleDone(task_id=task_id, sample_no=subtask_no, attempt_no=attempt_no, outcome=Outcome.SOLVED)
-        samples, message = (done,), ""
-    return EndAttempt(AttemptRef(task_id, subtask_no, attempt_no), state, samples, message, 3.0)
-
-
-def stop(*task_ids: str, cause: StopCause = StopCause.REQUEST) -> StopTasks:
-    return StopTasks("s", task_ids, cause, "stop it", 4.0)
-
-
-class Driver:
-    """Applies what is decided, and keeps it."""
-
-    def __init__(self, *commands: Command) -> None:
-        self.ledger = Ledger()
-        self.events: list[object] = []
-        for command in commands:
-            self.tell(command)
-
-    def tell(self, command: Command) -> list[object]:
-        events = self.ledger.decide(command)
-        for event in events:
-            self.ledger.apply(event)
-        self.events.extend(events)
-        return list(events)
-
-    def done(self) -> list[TaskDone]:
-        return [event for event in self.events if isinstance(event, TaskDone)]
+from tests.support.ledger_driver import Driver, accept, end, grouped, infra, score, start, stop, task
 
 
 def test_a_task_ends_once_after_its_last_sample() -> None:
@@ -261,6 +213,12 @@ commands = st.lists(
         refs.map(lambda ref: InterruptAttempt(ref, 2.0)),
         refs.map(lambda ref: StartAttempt(ref, "n", (), 2.0)),
         st.builds(lambda ref, state: end(ref.task_id, state, ref.subtask_no, ref.attempt_no), refs, ended_states),
+        refs.map(lambda ref: infra(ref.task_id, ref.subtask_no, ref.attempt_no)),
+        st.builds(
+            lambda task_id, error: score(task_id, 0.5, 0.5, error=error),
+            st.sampled_from(["s-0", "s-1", "s-2"]),
+            st.sampled_from(["", "eval_group: broken"]),
+        ),
         st.lists(st.sampled_from(["s-0", "s-1", "s-2"]), min_size=1, max_size=3).map(lambda some: stop(*some)),
     ),
     max_size=60,
@@ -270,10 +228,15 @@ commands = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(commands)
 def test_any_sequence_of_commands_keeps_the_invariants(sequence: list[Command]) -> None:
-    tasks = (task(2, max_failure_retries=1, max_loss_retries=1), task(2), task(2, max_failure_retries=2))
+    tasks = (
+        task(2, max_failure_retries=1, max_loss_retries=1, max_infra_refills=1),
+        grouped(2, max_infra_refills=2),
+        task(2, max_failure_retries=2),
+    )
     driver = Driver(accept(*tasks))
     for command in sequence:
         driver.tell(command)
+    _assert_groups_keep_their_samples(driver)
     running: set[tuple[str, int]] = set()
     for event in driver.events:
         if isinstance(event, AttemptStarted):
@@ -299,6 +262,24 @@ def test_any_sequence_of_commands_keeps_the_invariants(sequence: list[Command]) 
     assert not any(
         submission.attempts_in[state] for state in (AttemptState.QUEUED, AttemptState.LEASED, AttemptState.RUNNING)
     )
+    assert all(done.task_id == "s-1" or not done.rewards for done in driver.done())
+    _assert_folding_gives_the_same_state(driver)
+
+
+def _assert_groups_keep_their_samples(driver: Driver) -> None:
+    final = [
+        sample
+        for event in driver.events
+        if isinstance(event, AttemptEnded) and event.task_id == "s-1"
+        for sample in event.samples
+    ]
+    record = driver.ledger.task("s-1")
+    if record is not None:
+        assert record.group_samples == final
+        assert not record.awaits_group_score or any(sample.outcome is Outcome.SOLVED for sample in final)
+    for task_id in ("s-0", "s-2"):
+        other = driver.ledger.task(task_id)
+        assert other is None or (other.group_samples is None and not other.awaits_group_score)
     _assert_folding_gives_the_same_state(driver)
 
 
@@ -314,3 +295,9 @@ def _assert_folding_gives_the_same_state(driver: Driver) -> None:
     for field in ("attempts_in", "done_tasks", "client_keys", "request_ids", "next_task_no", "key"):
         assert getattr(left, field) == getattr(right, field)
     assert again.request("default", "r") == driver.ledger.request("default", "r")
+    for task_id in ("s-0", "s-1", "s-2"):
+        record, other = again.task(task_id), driver.ledger.task(task_id)
+        assert (record is None) == (other is None)
+        if record is not None and other is not None:
+            for field in ("subtasks", "group_samples", "outcomes", "succeeded_samples", "stop_cause", "iteration"):
+                assert getattr(record, field) == getattr(other, field)

@@ -56,7 +56,7 @@ class _TaskStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TaskState.V
     TASK_STATE_PARTIAL: _TaskState.ValueType  # 2
     """Some were."""
     TASK_STATE_FAILED: _TaskState.ValueType  # 3
-    """None was."""
+    """None was, or they could not be scored as a group."""
     TASK_STATE_ABORTED: _TaskState.ValueType  # 4
     """Stopped on request."""
 
@@ -69,7 +69,7 @@ TASK_STATE_SUCCEEDED: TaskState.ValueType  # 1
 TASK_STATE_PARTIAL: TaskState.ValueType  # 2
 """Some were."""
 TASK_STATE_FAILED: TaskState.ValueType  # 3
-"""None was."""
+"""None was, or they could not be scored as a group."""
 TASK_STATE_ABORTED: TaskState.ValueType  # 4
 """Stopped on request."""
 Global___TaskState: _TypeAlias = TaskState  # noqa: Y015
@@ -272,6 +272,7 @@ class TaskDone(_message.Message):
     PLANNED_SAMPLES_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     client_key: _builtins.str
     state: Global___TaskState.ValueType
@@ -280,6 +281,12 @@ class TaskDone(_message.Message):
     """Why it is not SUCCEEDED."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutcomeCount]: ...
+    @_builtins.property
+    def rewards(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.Reward]:
+        """What the handler gave the samples as a group, in the order of sample_no: these take the place of their own.
+        None: it scores no groups.
+        """
+
     def __init__(
         self,
         *,
@@ -289,10 +296,11 @@ class TaskDone(_message.Message):
         planned_samples: _builtins.int = ...,
         outcomes: _abc.Iterable[Global___OutcomeCount] | None = ...,
         reason: _builtins.str = ...,
+        rewards: _abc.Iterable[_task_pb2.Reward] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_key", b"client_key", "outcomes", b"outcomes", "planned_samples", b"planned_samples", "reason", b"reason", "state", b"state", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_key", b"client_key", "outcomes", b"outcomes", "planned_samples", b"planned_samples", "reason", b"reason", "rewards", b"rewards", "state", b"state", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,10 @@ class _ShortageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Shortage.Val
     SHORTAGE_MEMORY: _Shortage.ValueType  # 4
     SHORTAGE_DRAINING: _Shortage.ValueType  # 5
     """The node takes nothing new."""
+    SHORTAGE_NAMED: _Shortage.ValueType  # 6
+    """Named resources: those of short_named."""
+    SHORTAGE_LABEL: _Shortage.ValueType  # 7
+    """The node lacks required labels: those of lacking_labels."""
 
 class Shortage(_Shortage, metaclass=_ShortageEnumTypeWrapper): ...
 
@@ -71,6 +75,10 @@ SHORTAGE_CPU: Shortage.ValueType  # 3
 SHORTAGE_MEMORY: Shortage.ValueType  # 4
 SHORTAGE_DRAINING: Shortage.ValueType  # 5
 """The node takes nothing new."""
+SHORTAGE_NAMED: Shortage.ValueType  # 6
+"""Named resources: those of short_named."""
+SHORTAGE_LABEL: Shortage.ValueType  # 7
+"""The node lacks required labels: those of lacking_labels."""
 Global___Shortage: _TypeAlias = Shortage  # noqa: Y015
 
 @_typing.final
@@ -411,10 +419,32 @@ Global___ExplainPlacementRequest: _TypeAlias = ExplainPlacementRequest  # noqa: 
 class NodeShortage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LackingLabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NODE_IP_FIELD_NUMBER: _builtins.int
     FREE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     SHORT_FIELD_NUMBER: _builtins.int
+    SHORT_NAMED_FIELD_NUMBER: _builtins.int
+    LACKING_LABELS_FIELD_NUMBER: _builtins.int
     node_ip: _builtins.str
     free_tokens: _builtins.int
     max_tokens: _builtins.int
@@ -422,6 +452,10 @@ class NodeShortage(_message.Message):
     def short(self) -> _containers.RepeatedScalarFieldContainer[Global___Shortage.ValueType]:
         """What stops the next token; empty when all that is wanted fits on this node alone."""
 
+    @_builtins.property
+    def short_named(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def lacking_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
@@ -429,10 +463,12 @@ class NodeShortage(_message.Message):
         free_tokens: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
         short: _abc.Iterable[Global___Shortage.ValueType] | None = ...,
+        short_named: _abc.Iterable[_builtins.str] | None = ...,
+        lacking_labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_tokens", b"free_tokens", "max_tokens", b"max_tokens", "node_ip", b"node_ip", "short", b"short"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_tokens", b"free_tokens", "lacking_labels", b"lacking_labels", "max_tokens", b"max_tokens", "node_ip", b"node_ip", "short", b"short", "short_named", b"short_named"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,15 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#rollout_scheduler/v1/resource.proto\x12\x14rollout_scheduler.v1\"\x85\x01\n\x04Node\x12\x0f\n\x07node_ip\x18\x01 \x01(\t\x12\x0f\n\x07gpu_ids\x18\x02 \x03(\r\x12\x0b\n\x03\x63pu\x18\x03 \x01(\x01\x12\x11\n\tmemory_gb\x18\x04 \x01(\x01\x12\x11\n\tfree_gpus\x18\x05 \x03(\x01\x12\x10\n\x08\x66ree_cpu\x18\x06 \x01(\x01\x12\x16\n\x0e\x66ree_memory_gb\x18\x07 \x01(\x01\"L\n\x08Resource\x12\x0b\n\x03gpu\x18\x01 \x01(\x01\x12\x0b\n\x03\x63pu\x18\x02 \x01(\x01\x12\x11\n\tmemory_gb\x18\x03 \x01(\x01\x12\x13\n\x0b\x63oncurrency\x18\x04 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#rollout_scheduler/v1/resource.proto\x12\x14rollout_scheduler.v1\"\xc1\x03\n\x04Node\x12\x0f\n\x07node_ip\x18\x01 \x01(\t\x12\x0f\n\x07gpu_ids\x18\x02 \x03(\r\x12\x0b\n\x03\x63pu\x18\x03 \x01(\x01\x12\x11\n\tmemory_gb\x18\x04 \x01(\x01\x12\x11\n\tfree_gpus\x18\x05 \x03(\x01\x12\x10\n\x08\x66ree_cpu\x18\x06 \x01(\x01\x12\x16\n\x0e\x66ree_memory_gb\x18\x07 \x01(\x01\x12\x34\n\x05named\x18\x08 \x03(\x0b\x32%.rollout_scheduler.v1.Node.NamedEntry\x12=\n\nfree_named\x18\t \x03(\x0b\x32).rollout_scheduler.v1.Node.FreeNamedEntry\x12\x36\n\x06labels\x18\n \x03(\x0b\x32&.rollout_scheduler.v1.Node.LabelsEntry\x1a,\n\nNamedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0e\x46reeNamedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb8\x02\n\x08Resource\x12\x0b\n\x03gpu\x18\x01 \x01(\x01\x12\x0b\n\x03\x63pu\x18\x02 \x01(\x01\x12\x11\n\tmemory_gb\x18\x03 \x01(\x01\x12\x13\n\x0b\x63oncurrency\x18\x04 \x01(\r\x12\x38\n\x05named\x18\x05 \x03(\x0b\x32).rollout_scheduler.v1.Resource.NamedEntry\x12K\n\x0frequired_labels\x18\x06 \x03(\x0b\x32\x32.rollout_scheduler.v1.Resource.RequiredLabelsEntry\x1a,\n\nNamedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13RequiredLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'py_scheduler._generated.rollout_scheduler.v1.resource_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_NODE_NAMEDENTRY']._loaded_options = None
+  _globals['_NODE_NAMEDENTRY']._serialized_options = b'8\001'
+  _globals['_NODE_FREENAMEDENTRY']._loaded_options = None
+  _globals['_NODE_FREENAMEDENTRY']._serialized_options = b'8\001'
+  _globals['_NODE_LABELSENTRY']._loaded_options = None
+  _globals['_NODE_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_RESOURCE_NAMEDENTRY']._loaded_options = None
+  _globals['_RESOURCE_NAMEDENTRY']._serialized_options = b'8\001'
+  _globals['_RESOURCE_REQUIREDLABELSENTRY']._loaded_options = None
+  _globals['_RESOURCE_REQUIREDLABELSENTRY']._serialized_options = b'8\001'
   _globals['_NODE']._serialized_start=62
-  _globals['_NODE']._serialized_end=195
-  _globals['_RESOURCE']._serialized_start=197
-  _globals['_RESOURCE']._serialized_end=273
+  _globals['_NODE']._serialized_end=511
+  _globals['_NODE_NAMEDENTRY']._serialized_start=370
+  _globals['_NODE_NAMEDENTRY']._serialized_end=414
+  _globals['_NODE_FREENAMEDENTRY']._serialized_start=416
+  _globals['_NODE_FREENAMEDENTRY']._serialized_end=464
+  _globals['_NODE_LABELSENTRY']._serialized_start=466
+  _globals['_NODE_LABELSENTRY']._serialized_end=511
+  _globals['_RESOURCE']._serialized_start=514
+  _globals['_RESOURCE']._serialized_end=826
+  _globals['_RESOURCE_NAMEDENTRY']._serialized_start=370
+  _globals['_RESOURCE_NAMEDENTRY']._serialized_end=414
+  _globals['_RESOURCE_REQUIREDLABELSENTRY']._serialized_start=773
+  _globals['_RESOURCE_REQUIREDLABELSENTRY']._serialized_end=826
 # @@protoc_insertion_point(module_scope)

@@ -24,6 +24,66 @@ class Node(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NamedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class FreeNamedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NODE_IP_FIELD_NUMBER: _builtins.int
     GPU_IDS_FIELD_NUMBER: _builtins.int
     CPU_FIELD_NUMBER: _builtins.int
@@ -31,6 +91,9 @@ class Node(_message.Message):
     FREE_GPUS_FIELD_NUMBER: _builtins.int
     FREE_CPU_FIELD_NUMBER: _builtins.int
     FREE_MEMORY_GB_FIELD_NUMBER: _builtins.int
+    NAMED_FIELD_NUMBER: _builtins.int
+    FREE_NAMED_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     node_ip: _builtins.str
     cpu: _builtins.float
     """Cores and GiB in all."""
@@ -43,6 +106,14 @@ class Node(_message.Message):
     def free_gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Free share of each GPU, in the order of gpu_ids; 1.0 is a whole one."""
 
+    @_builtins.property
+    def named(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Further things that there is a number of (licences, sandboxes), in all and free."""
+
+    @_builtins.property
+    def free_named(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
@@ -53,10 +124,13 @@ class Node(_message.Message):
         free_gpus: _abc.Iterable[_builtins.float] | None = ...,
         free_cpu: _builtins.float = ...,
         free_memory_gb: _builtins.float = ...,
+        named: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        free_named: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "free_cpu", b"free_cpu", "free_gpus", b"free_gpus", "free_memory_gb", b"free_memory_gb", "gpu_ids", b"gpu_ids", "memory_gb", b"memory_gb", "node_ip", b"node_ip"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "free_cpu", b"free_cpu", "free_gpus", b"free_gpus", "free_memory_gb", b"free_memory_gb", "free_named", b"free_named", "gpu_ids", b"gpu_ids", "labels", b"labels", "memory_gb", b"memory_gb", "named", b"named", "node_ip", b"node_ip"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -68,14 +142,66 @@ class Resource(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NamedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class RequiredLabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     GPU_FIELD_NUMBER: _builtins.int
     CPU_FIELD_NUMBER: _builtins.int
     MEMORY_GB_FIELD_NUMBER: _builtins.int
     CONCURRENCY_FIELD_NUMBER: _builtins.int
+    NAMED_FIELD_NUMBER: _builtins.int
+    REQUIRED_LABELS_FIELD_NUMBER: _builtins.int
     gpu: _builtins.float
     cpu: _builtins.float
     memory_gb: _builtins.float
     concurrency: _builtins.int
+    @_builtins.property
+    def named(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By name, of 1 to 63 characters of A-Z a-z 0-9 . _ - / that begin and end with a letter or digit; 0 is the same as
+        absent. At most 2^32 - 1 in a sample.
+        """
+
+    @_builtins.property
+    def required_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only nodes that have all of these labels will do; keys and values are like names. Not looked at in a budget."""
+
     def __init__(
         self,
         *,
@@ -83,10 +209,12 @@ class Resource(_message.Message):
         cpu: _builtins.float = ...,
         memory_gb: _builtins.float = ...,
         concurrency: _builtins.int = ...,
+        named: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        required_labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "cpu", b"cpu", "gpu", b"gpu", "memory_gb", b"memory_gb"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "cpu", b"cpu", "gpu", b"gpu", "memory_gb", b"memory_gb", "named", b"named", "required_labels", b"required_labels"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

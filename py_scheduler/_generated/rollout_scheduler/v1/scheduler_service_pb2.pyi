@@ -59,6 +59,8 @@ class _TaskPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TaskPhase.V
     TASK_PHASE_RUNNING: _TaskPhase.ValueType  # 3
     TASK_PHASE_DONE: _TaskPhase.ValueType  # 4
     """It had its TaskDone."""
+    TASK_PHASE_SCORING: _TaskPhase.ValueType  # 5
+    """Its samples are there, and its handler scores them as a group."""
 
 class TaskPhase(_TaskPhase, metaclass=_TaskPhaseEnumTypeWrapper):
     """Where a task stands: the state of its foremost attempt."""
@@ -70,6 +72,8 @@ TASK_PHASE_LEASED: TaskPhase.ValueType  # 2
 TASK_PHASE_RUNNING: TaskPhase.ValueType  # 3
 TASK_PHASE_DONE: TaskPhase.ValueType  # 4
 """It had its TaskDone."""
+TASK_PHASE_SCORING: TaskPhase.ValueType  # 5
+"""Its samples are there, and its handler scores them as a group."""
 Global___TaskPhase: _TypeAlias = TaskPhase  # noqa: Y015
 
 class _AbortState:
@@ -102,6 +106,7 @@ class SubmitTasksRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     DEFAULT_CONFIG_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The same id with the same content is answered with the first call's reply and runs nothing again."""
     namespace: _builtins.str
@@ -114,6 +119,10 @@ class SubmitTasksRequest(_message.Message):
 
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.Task]: ...
+    @_builtins.property
+    def iteration(self) -> _task_pb2.IterationContext:
+        """What the episodes of all these tasks are told of the step. Absent: nothing."""
+
     def __init__(
         self,
         *,
@@ -122,10 +131,11 @@ class SubmitTasksRequest(_message.Message):
         namespace: _builtins.str = ...,
         default_config: _task_pb2.TaskConfig | None = ...,
         tasks: _abc.Iterable[_task_pb2.Task] | None = ...,
+        iteration: _task_pb2.IterationContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "default_config", b"default_config"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "default_config", b"default_config", "iteration", b"iteration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "default_config", b"default_config", "namespace", b"namespace", "request_id", b"request_id", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "default_config", b"default_config", "iteration", b"iteration", "namespace", b"namespace", "request_id", b"request_id", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

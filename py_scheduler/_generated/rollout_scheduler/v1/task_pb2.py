@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frollout_scheduler/v1/task.proto\x12\x14rollout_scheduler.v1\"0\n\x07\x42\x61tchId\x12\x0e\n\x04step\x18\x01 \x01(\x03H\x00\x12\x0f\n\x05label\x18\x02 \x01(\tH\x00\x42\x04\n\x02id\"\x1d\n\x0bStopStrings\x12\x0e\n\x06values\x18\x01 \x03(\t\"\x1e\n\x0cStopTokenIds\x12\x0e\n\x06values\x18\x01 \x03(\x05\"\xd9\x04\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12/\n\x04stop\x18\n \x01(\x0b\x32!.rollout_scheduler.v1.StopStrings\x12:\n\x0estop_token_ids\x18\x0b \x01(\x0b\x32\".rollout_scheduler.v1.StopTokenIds\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\t\x88\x01\x01\x12\x1a\n\rsampling_seed\x18\r \x01(\x03H\n\x88\x01\x01\x42\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_ignore_eosB\x10\n\x0e_sampling_seed\"j\n\x10StoppingCriteria\x12\x16\n\tmax_turns\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1c\n\x0fmax_context_len\x18\x02 \x01(\x05H\x01\x88\x01\x01\x42\x0c\n\n_max_turnsB\x12\n\x10_max_context_len\"{\n\x0bRetryPolicy\x12 \n\x13max_failure_retries\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_loss_retries\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x16\n\x14_max_failure_retriesB\x13\n\x11_max_loss_retries\"\xbe\x02\n\nTaskConfig\x12\x11\n\ttask_type\x18\x01 \x01(\t\x12\x19\n\x0crepeat_times\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64\x61taset\x18\x03 \x01(\t\x12\x36\n\x08sampling\x18\x04 \x01(\x0b\x32$.rollout_scheduler.v1.SamplingParams\x12\x38\n\x08stopping\x18\x05 \x01(\x0b\x32&.rollout_scheduler.v1.StoppingCriteria\x12\"\n\x15task_deadline_seconds\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x30\n\x05retry\x18\x07 \x01(\x0b\x32!.rollout_scheduler.v1.RetryPolicyB\x0f\n\r_repeat_timesB\x18\n\x16_task_deadline_seconds\"\x81\x01\n\x04Task\x12\x30\n\x06\x63onfig\x18\x01 \x01(\x0b\x32 .rollout_scheduler.v1.TaskConfig\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x15\n\rmetadata_json\x18\x04 \x01(\x0c\x12\x12\n\nclient_key\x18\x05 \x01(\t\"\xb5\x01\n\x04Turn\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".rollout_scheduler.v1.FinishReason\x12\x38\n\rlog_prob_kind\x18\x06 \x01(\x0e\x32!.rollout_scheduler.v1.LogProbKind\"9\n\nWeightSpan\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\xa8\x01\n\nTrajectory\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tlog_probs\x18\x02 \x01(\x0c\x12\x11\n\tloss_mask\x18\x03 \x01(\x0c\x12)\n\x05turns\x18\x04 \x03(\x0b\x32\x1a.rollout_scheduler.v1.Turn\x12\x36\n\x0cweight_spans\x18\x05 \x03(\x0b\x32 .rollout_scheduler.v1.WeightSpan\"-\n\x06Reward\x12\r\n\x05score\x18\x01 \x01(\x01\x12\x14\n\x0c\x64\x65tails_json\x18\x02 \x01(\x0c\"d\n\x07Timings\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\x12\x13\n\x0brun_seconds\x18\x02 \x01(\x01\x12\x18\n\x10generate_seconds\x18\x03 \x01(\x01\x12\x14\n\x0c\x65val_seconds\x18\x04 \x01(\x01\"\x88\x03\n\nSampleDone\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\tsample_no\x18\x02 \x01(\r\x12\x12\n\nattempt_no\x18\x03 \x01(\r\x12.\n\x07outcome\x18\x04 \x01(\x0e\x32\x1d.rollout_scheduler.v1.Outcome\x12,\n\x06reward\x18\x05 \x01(\x0b\x32\x1c.rollout_scheduler.v1.Reward\x12\x34\n\ntrajectory\x18\x06 \x01(\x0b\x32 .rollout_scheduler.v1.Trajectory\x12\x1a\n\x12termination_reason\x18\x07 \x01(\t\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x31\n\x05phase\x18\t \x01(\x0e\x32\".rollout_scheduler.v1.EpisodePhase\x12\x0f\n\x07node_ip\x18\n \x01(\t\x12\x0f\n\x07gpu_ids\x18\x0b \x03(\r\x12.\n\x07timings\x18\x0c \x01(\x0b\x32\x1d.rollout_scheduler.v1.Timings*\x81\x02\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_SOLVED\x10\x01\x12\x18\n\x14OUTCOME_WRONG_ANSWER\x10\x02\x12\x15\n\x11OUTCOME_MAX_TURNS\x10\x03\x12\x1c\n\x18OUTCOME_CONTEXT_OVERFLOW\x10\x04\x12\x19\n\x15OUTCOME_AGENT_TIMEOUT\x10\x05\x12\x16\n\x12OUTCOME_INFRA_CONN\x10\x06\x12\x19\n\x15OUTCOME_INFRA_SANDBOX\x10\x07\x12\x17\n\x13OUTCOME_INFRA_OTHER\x10\x08\x12\x13\n\x0fOUTCOME_ABORTED\x10\t*`\n\x0bLogProbKind\x12\x1d\n\x19LOG_PROB_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15LOG_PROB_KIND_SAMPLED\x10\x01\x12\x17\n\x13LOG_PROB_KIND_MODEL\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\\\n\x0c\x45pisodePhase\x12\x1d\n\x19\x45PISODE_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45PISODE_PHASE_RUN\x10\x01\x12\x16\n\x12\x45PISODE_PHASE_EVAL\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frollout_scheduler/v1/task.proto\x12\x14rollout_scheduler.v1\"0\n\x07\x42\x61tchId\x12\x0e\n\x04step\x18\x01 \x01(\x03H\x00\x12\x0f\n\x05label\x18\x02 \x01(\tH\x00\x42\x04\n\x02id\"\x1d\n\x0bStopStrings\x12\x0e\n\x06values\x18\x01 \x03(\t\"\x1e\n\x0cStopTokenIds\x12\x0e\n\x06values\x18\x01 \x03(\x05\"\xd9\x04\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12/\n\x04stop\x18\n \x01(\x0b\x32!.rollout_scheduler.v1.StopStrings\x12:\n\x0estop_token_ids\x18\x0b \x01(\x0b\x32\".rollout_scheduler.v1.StopTokenIds\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\t\x88\x01\x01\x12\x1a\n\rsampling_seed\x18\r \x01(\x03H\n\x88\x01\x01\x42\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_ignore_eosB\x10\n\x0e_sampling_seed\"j\n\x10StoppingCriteria\x12\x16\n\tmax_turns\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1c\n\x0fmax_context_len\x18\x02 \x01(\x05H\x01\x88\x01\x01\x42\x0c\n\n_max_turnsB\x12\n\x10_max_context_len\"\xb1\x01\n\x0bRetryPolicy\x12 \n\x13max_failure_retries\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_loss_retries\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x11max_infra_refills\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x16\n\x14_max_failure_retriesB\x13\n\x11_max_loss_retriesB\x14\n\x12_max_infra_refills\"C\n\x10IterationContext\x12\x12\n\nrollout_id\x18\x01 \x01(\x03\x12\x0c\n\x04\x62\x65ta\x18\x02 \x01(\x01\x12\r\n\x05t_max\x18\x03 \x01(\x03\"\xcf\x02\n\nTaskConfig\x12\x11\n\ttask_type\x18\x01 \x01(\t\x12\x19\n\x0crepeat_times\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64\x61taset\x18\x03 \x01(\t\x12\x36\n\x08sampling\x18\x04 \x01(\x0b\x32$.rollout_scheduler.v1.SamplingParams\x12\x38\n\x08stopping\x18\x05 \x01(\x0b\x32&.rollout_scheduler.v1.StoppingCriteria\x12\"\n\x15task_deadline_seconds\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x30\n\x05retry\x18\x07 \x01(\x0b\x32!.rollout_scheduler.v1.RetryPolicy\x12\x0f\n\x07is_eval\x18\x08 \x01(\x08\x42\x0f\n\r_repeat_timesB\x18\n\x16_task_deadline_seconds\"\x81\x01\n\x04Task\x12\x30\n\x06\x63onfig\x18\x01 \x01(\x0b\x32 .rollout_scheduler.v1.TaskConfig\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x15\n\rmetadata_json\x18\x04 \x01(\x0c\x12\x12\n\nclient_key\x18\x05 \x01(\t\"\xb5\x01\n\x04Turn\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".rollout_scheduler.v1.FinishReason\x12\x38\n\rlog_prob_kind\x18\x06 \x01(\x0e\x32!.rollout_scheduler.v1.LogProbKind\"9\n\nWeightSpan\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\xa8\x01\n\nTrajectory\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tlog_probs\x18\x02 \x01(\x0c\x12\x11\n\tloss_mask\x18\x03 \x01(\x0c\x12)\n\x05turns\x18\x04 \x03(\x0b\x32\x1a.rollout_scheduler.v1.Turn\x12\x36\n\x0cweight_spans\x18\x05 \x03(\x0b\x32 .rollout_scheduler.v1.WeightSpan\"-\n\x06Reward\x12\r\n\x05score\x18\x01 \x01(\x01\x12\x14\n\x0c\x64\x65tails_json\x18\x02 \x01(\x0c\"d\n\x07Timings\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\x12\x13\n\x0brun_seconds\x18\x02 \x01(\x01\x12\x18\n\x10generate_seconds\x18\x03 \x01(\x01\x12\x14\n\x0c\x65val_seconds\x18\x04 \x01(\x01\"\xa6\x03\n\nSampleDone\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\tsample_no\x18\x02 \x01(\r\x12\x12\n\nattempt_no\x18\x03 \x01(\r\x12.\n\x07outcome\x18\x04 \x01(\x0e\x32\x1d.rollout_scheduler.v1.Outcome\x12,\n\x06reward\x18\x05 \x01(\x0b\x32\x1c.rollout_scheduler.v1.Reward\x12\x34\n\ntrajectory\x18\x06 \x01(\x0b\x32 .rollout_scheduler.v1.Trajectory\x12\x1a\n\x12termination_reason\x18\x07 \x01(\t\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x31\n\x05phase\x18\t \x01(\x0e\x32\".rollout_scheduler.v1.EpisodePhase\x12\x0f\n\x07node_ip\x18\n \x01(\t\x12\x0f\n\x07gpu_ids\x18\x0b \x03(\r\x12.\n\x07timings\x18\x0c \x01(\x0b\x32\x1d.rollout_scheduler.v1.Timings\x12\x1c\n\x14started_unix_seconds\x18\r \x01(\x01*\x81\x02\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_SOLVED\x10\x01\x12\x18\n\x14OUTCOME_WRONG_ANSWER\x10\x02\x12\x15\n\x11OUTCOME_MAX_TURNS\x10\x03\x12\x1c\n\x18OUTCOME_CONTEXT_OVERFLOW\x10\x04\x12\x19\n\x15OUTCOME_AGENT_TIMEOUT\x10\x05\x12\x16\n\x12OUTCOME_INFRA_CONN\x10\x06\x12\x19\n\x15OUTCOME_INFRA_SANDBOX\x10\x07\x12\x17\n\x13OUTCOME_INFRA_OTHER\x10\x08\x12\x13\n\x0fOUTCOME_ABORTED\x10\t*`\n\x0bLogProbKind\x12\x1d\n\x19LOG_PROB_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15LOG_PROB_KIND_SAMPLED\x10\x01\x12\x17\n\x13LOG_PROB_KIND_MODEL\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\\\n\x0c\x45pisodePhase\x12\x1d\n\x19\x45PISODE_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45PISODE_PHASE_RUN\x10\x01\x12\x16\n\x12\x45PISODE_PHASE_EVAL\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'py_scheduler._generated.rollout_scheduler.v1.task_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=2419
-  _globals['_OUTCOME']._serialized_end=2676
-  _globals['_LOGPROBKIND']._serialized_start=2678
-  _globals['_LOGPROBKIND']._serialized_end=2774
-  _globals['_FINISHREASON']._serialized_start=2776
-  _globals['_FINISHREASON']._serialized_end=2896
-  _globals['_EPISODEPHASE']._serialized_start=2898
-  _globals['_EPISODEPHASE']._serialized_end=2990
+  _globals['_OUTCOME']._serialized_start=2590
+  _globals['_OUTCOME']._serialized_end=2847
+  _globals['_LOGPROBKIND']._serialized_start=2849
+  _globals['_LOGPROBKIND']._serialized_end=2945
+  _globals['_FINISHREASON']._serialized_start=2947
+  _globals['_FINISHREASON']._serialized_end=3067
+  _globals['_EPISODEPHASE']._serialized_start=3069
+  _globals['_EPISODEPHASE']._serialized_end=3161
   _globals['_BATCHID']._serialized_start=57
   _globals['_BATCHID']._serialized_end=105
   _globals['_STOPSTRINGS']._serialized_start=107
@@ -49,22 +49,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_end=772
   _globals['_STOPPINGCRITERIA']._serialized_start=774
   _globals['_STOPPINGCRITERIA']._serialized_end=880
-  _globals['_RETRYPOLICY']._serialized_start=882
-  _globals['_RETRYPOLICY']._serialized_end=1005
-  _globals['_TASKCONFIG']._serialized_start=1008
-  _globals['_TASKCONFIG']._serialized_end=1326
-  _globals['_TASK']._serialized_start=1329
-  _globals['_TASK']._serialized_end=1458
-  _globals['_TURN']._serialized_start=1461
-  _globals['_TURN']._serialized_end=1642
-  _globals['_WEIGHTSPAN']._serialized_start=1644
-  _globals['_WEIGHTSPAN']._serialized_end=1701
-  _globals['_TRAJECTORY']._serialized_start=1704
-  _globals['_TRAJECTORY']._serialized_end=1872
-  _globals['_REWARD']._serialized_start=1874
-  _globals['_REWARD']._serialized_end=1919
-  _globals['_TIMINGS']._serialized_start=1921
-  _globals['_TIMINGS']._serialized_end=2021
-  _globals['_SAMPLEDONE']._serialized_start=2024
-  _globals['_SAMPLEDONE']._serialized_end=2416
+  _globals['_RETRYPOLICY']._serialized_start=883
+  _globals['_RETRYPOLICY']._serialized_end=1060
+  _globals['_ITERATIONCONTEXT']._serialized_start=1062
+  _globals['_ITERATIONCONTEXT']._serialized_end=1129
+  _globals['_TASKCONFIG']._serialized_start=1132
+  _globals['_TASKCONFIG']._serialized_end=1467
+  _globals['_TASK']._serialized_start=1470
+  _globals['_TASK']._serialized_end=1599
+  _globals['_TURN']._serialized_start=1602
+  _globals['_TURN']._serialized_end=1783
+  _globals['_WEIGHTSPAN']._serialized_start=1785
+  _globals['_WEIGHTSPAN']._serialized_end=1842
+  _globals['_TRAJECTORY']._serialized_start=1845
+  _globals['_TRAJECTORY']._serialized_end=2013
+  _globals['_REWARD']._serialized_start=2015
+  _globals['_REWARD']._serialized_end=2060
+  _globals['_TIMINGS']._serialized_start=2062
+  _globals['_TIMINGS']._serialized_end=2162
+  _globals['_SAMPLEDONE']._serialized_start=2165
+  _globals['_SAMPLEDONE']._serialized_end=2587
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,267 @@
+"""How evals and training share the ready queue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.leases import PlacementDemand
+from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.task import BatchId, sort_batch_id
+from py_scheduler.execution.attempt import PlannedAttempt
+from py_scheduler.scheduler.flows import FlowPolicy, ReadyEntry
+from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyQueue
+from py_scheduler.scheduler.service_order import ahead_of, describe_ahead
+from tests.support.handlers import SolvingAgent, spec_of
+from tests.support.harness import task_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SPECS = {name: spec_of(SolvingAgent(), name) for name in ("small", "large")}
+
+
+class Line:
+    """A ready queue, and entries with short names: "e" is an eval, "t" training."""
+
+    def __init__(
+        self, eval_weight: float | None = 1.0, max_wait_seconds: float | None = None, max_bypass: int = 4
+    ) -> None:
+        self.queue = ReadyQueue(max_bypass, FlowPolicy(eval_weight), max_wait_seconds)
+        self.now = 0.0
+
+    def push(
+        self, kind: str, times: int = 1, *, count: int = 1, batch_id: BatchId = 0, spec: str = "small", team: str = "a"
+    ) -> None:
+        task = task_of(kind, is_eval=kind.startswith("e"))
+        for _ in range(times):
+            attempts = [
+                PlannedAttempt(
+                    AttemptRef(kind, no, 1), task, no, 1, f"s-{kind}", team, sort_batch_id(batch_id), self.now
+                )
+                for no in range(count)
+            ]
+            self.queue.push(SPECS[spec], attempts, self.now)
+
+    def served(self, limit: int = 1_000_000) -> Iterator[str]:
+        for _ in range(limit):
+            entry = self.queue.offer(self.now)
+            if entry is None:
+                return
+            self.queue.admit(entry)
+            yield name_of(entry)
+
+    def take(self, limit: int = 1_000_000) -> str:
+        return "".join(self.served(limit))
+
+
+def name_of(entry: ReadyEntry) -> str:
+    return entry.attempts[0].task.prompt if isinstance(entry, ReadyBatch) else "claim"
+
+
+def test_evals_and_training_take_turns_whatever_their_batch_ids() -> None:
+    line = Line()
+    line.push("t", 100, batch_id=1)
+    line.push("e", 100, batch_id="9/gsm8k")
+    assert line.take(10) == "te" * 5
+    line.push("t", 5, batch_id=0)
+    assert Counter(line.take(100)) == {"t": 50, "e": 50}
+
+
+@pytest.mark.parametrize(("weight", "evals"), [(3.0, 75), (1.0, 50), (0.25, 20), (1 / 3, 25)])
+def test_room_is_given_in_the_ratio_of_the_weights(weight: float, evals: int) -> None:
+    line = Line(weight)
+    line.push("t", 1_000, batch_id=1)
+    line.push("e", 1_000, batch_id=9)
+    assert abs(Counter(line.take(100))["e"] - evals) <= 1
+
+
+def test_what_counts_is_the_tokens_and_not_the_batches() -> None:
+    line = Line()
+    line.push("t", 100, count=10)
+    line.push("e", 1_000)
+    counts = Counter(line.take(110))
+    assert abs(10 * counts["t"] - counts["e"]) <= 10
+
+
+def test_strictly_by_batch_id_when_there_is_no_weight() -> None:
+    line = Line(None)
+    line.push("e", 3, batch_id="1/eval")
+    line.push("t", 3, batch_id=1)
+    line.push("t", 3, batch_id=2)
+    assert line.take() == "ttteeettt"
+
+
+def test_weight_0_serves_evals_when_no_training_waits() -> None:
+    line = Line(0.0)
+    line.push("e", 3, batch_id=0)
+    line.push("t", 3, batch_id=9)
+    assert line.take(4) == "ttte"
+    line.push("t", 1)
+    assert line.take() == "tee"
+
+
+def test_a_flow_that_was_idle_has_no_credit() -> None:
+    line = Line()
+    line.push("t", 1_000)
+    line.take(500)
+    line.push("e", 500)
+    assert Counter(line.take(100)) == {"t": 50, "e": 50}
+
+
+def test_a_flow_that_comes_and_goes_is_not_forgiven_what_it_took() -> None:
+    line = Line()
+    line.push("t", 1_000)
+    taken = ""
+    for _ in range(50):
+        line.push("e", count=10)
+        while not taken.endswith("e"):
+            taken += line.take(1)
+        taken += line.take(1)
+    counts = Counter(taken)
+    assert abs(counts["t"] - 10 * counts["e"]) <= 20
+
+
+def test_namespaces_share_too_and_many_that_left_are_not_remembered_for_ever() -> None:
+    line = Line()
+    line.push("t", 10_000, team="steady")
+    line.push("t", 100, team="other", batch_id=9)
+    line.take(100)
+    assert line.queue.flows.waiting["other", False].count == 50
+    for number in range(2_000):
+        line.push("e", count=3, team=f"team-{number}")
+        line.take(3)
+    assert len(line.queue.flows._ahead) < 200
+
+
+def test_inside_a_flow_the_order_is_as_ever() -> None:
+    line = Line()
+    for batch_id in ("x", 2, "1/eval", 1):
+        line.push(f"t{batch_id} ", batch_id=batch_id)
+        line.push(f"e{batch_id} ", batch_id=batch_id)
+    assert line.take().split() == ["t1", "e1", "t1/eval", "e1/eval", "t2", "e2", "tx", "ex"]
+
+
+def test_a_head_that_is_blocked_is_passed_only_so_often_by_its_own_flow_and_by_others() -> None:
+    line = Line()
+    line.push("t", count=8, spec="large")
+    line.push("t", 20)
+    line.push("e", 20, batch_id=1)
+    blocked = line.queue.offer()
+    assert blocked is not None
+    line.queue.refuse(blocked)
+    taken = line.take()
+    assert blocked.bypassed == 4
+    assert taken.count("t") == 4, "of its own flow so many as may pass it"
+    assert taken.count("e") <= taken.count("t") + 1, "of the other its share, and no more"
+    line.queue.unblock()
+    assert line.queue.offer() is blocked
+
+
+def test_a_blocked_eval_is_not_starved_by_training() -> None:
+    line = Line()
+    line.push("e", count=8, spec="large")
+    line.push("t", 100, batch_id=1)
+    blocked = line.queue.offer()
+    assert isinstance(blocked, ReadyBatch)
+    line.queue.refuse(blocked)
+    assert line.take() == "tttt"
+    assert blocked.bypassed == 4
+
+
+def test_what_waits_too_long_goes_first() -> None:
+    line = Line(max_wait_seconds=60.0)
+    line.push("t late ", batch_id="last")
+    line.now = 30.0
+    line.push("e ", 2, batch_id=1)
+    line.push("t ", 2, batch_id=1)
+    line.now = 59.0
+    assert line.take(1) == "e "
+    line.now = 60.0
+    assert line.take(1) == "t late "
+    line.now = 90.0
+    assert line.take() == "e t t "
+
+
+def test_what_waits_too_long_and_is_blocked_holds_back_as_a_head_does() -> None:
+    line = Line(max_wait_seconds=60.0)
+    line.push("t large ", count=8, spec="large", batch_id="last")
+    line.now = 61.0
+    line.push("t ", 10)
+    overdue = line.queue.offer(line.now)
+    assert overdue is not None
+    line.queue.refuse(overdue)
+    assert line.take() == "t t t t "
+    assert overdue.bypassed == 4
+    line.queue.unblock()
+    assert line.take(1) == "t large "
+    assert len(line.queue) == 6
+
+
+def test_entries_that_left_from_the_middle_are_not_kept() -> None:
+    line = Line(max_wait_seconds=1.0)
+    for number in range(2_000):
+        line.now = float(number)
+        line.push("t", batch_id=2_000 - number)
+        line.push("t")
+        line.take(1)
+    flow = line.queue.flows.waiting["a", False]
+    kept = sum(len(heap) for heap in flow._heaps.values())
+    assert kept <= 2 * flow.count + 70
+    assert len(line.queue._by_age) <= 2 * len(line.queue) + 70
+    assert len(line.take()) == 2_000
+    assert len(line.queue) == 0
+
+
+# Why does it wait?
+
+PUSHES = st.lists(
+    st.tuples(st.sampled_from("te"), st.integers(0, 3), st.sampled_from(("a", "b"))), min_size=1, max_size=40
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(PUSHES, st.sampled_from([0.0, 0.5, 1.0, 4.0, None]), st.integers(0, 12), st.sampled_from([None, 5.0]))
+def test_what_is_told_to_be_ahead_is_what_is_served_before(
+    pushes: list[tuple[str, int, str]], weight: float | None, served: int, max_wait: float | None
+) -> None:
+    line = Line(weight, max_wait)
+    for kind, batch_id, team in pushes:
+        line.now += 0.2
+        line.push(kind, batch_id=batch_id, team=team)
+    line.take(served)
+    line.now += 1.0
+    told = {entry.order: ahead_of(line.queue, entry, line.now, limit=100) for entry in line.queue.entries()}
+    order: list[ReadyEntry] = []
+    while (entry := line.queue.offer(line.now)) is not None:
+        ahead = told[entry.order]
+        assert [other.order for other in ahead.first] == [other.order for other in order]
+        assert ahead.in_all == len(order)
+        line.queue.admit(entry)
+        order.append(entry)
+
+
+def test_the_reason_names_the_flows_and_their_weights() -> None:
+    line = Line(3.0)
+    line.push("t", 10, batch_id=1)
+    line.push("e", 10, batch_id=9)
+    last = max(line.queue.entries(), key=lambda entry: (entry.flow, entry.order))
+    reason = describe_ahead(line.queue, last, ahead_of(line.queue, last, 0.0))
+    assert reason == (
+        "13 batches are ahead of it: 4 of training in 'a' (weight 1), 9 of evals in 'a' (weight 3); "
+        "itself it is of evals in 'a' (weight 3)"
+    )
+
+
+def test_claims_stand_beside_the_training_of_their_namespace() -> None:
+    line = Line()
+    line.push("e", 10)
+    demand = PlacementDemand(per_sample=Resource(gpu=1), max_tokens=1)
+    for _ in range(3):
+        line.queue.push_claim((0, 0), demand, 1, lambda _: None, 0.0, "a")
+    assert list(line.served(6)) == ["e", "claim"] * 3
