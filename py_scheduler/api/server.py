@@ -13,39 +13,47 @@ from grpc_reflection.v1alpha import reflection
 from py_scheduler._generated.rollout_scheduler.v1 import (
     placement_service_pb2,
     placement_service_pb2_grpc,
+    rollout_service_pb2,
+    rollout_service_pb2_grpc,
     scheduler_service_pb2,
     scheduler_service_pb2_grpc,
 )
 from py_scheduler.api.boundary import Boundary
 from py_scheduler.api.health import HealthServicer
 from py_scheduler.api.placement_servicer import PlacementServicer
+from py_scheduler.api.rollout_servicer import RolloutServicer
 from py_scheduler.api.scheduler_servicer import SchedulerServicer
 from py_scheduler.config import UNIX_PREFIX
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:
     from py_scheduler.api.engine_port import EnginePort
+    from py_scheduler.api.rollout_port import RolloutPort
     from py_scheduler.config import ServerSettings
 
 SCHEDULER_SERVICE = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 PLACEMENT_SERVICE = placement_service_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
+ROLLOUT_SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _STREAMS_END_SECONDS = 3.0
 
 
 class ApiServer:
-    """Serves an engine that somebody else starts and stops."""
+    """Serves an engine, and a desk that executes steps over it, which somebody else starts and stops."""
 
-    def __init__(self, engine: EnginePort, version: str, settings: ServerSettings) -> None:
+    def __init__(
+        self, engine: EnginePort, version: str, settings: ServerSettings, rollouts: RolloutPort | None = None
+    ) -> None:
         self._settings = settings
         self._servicer = SchedulerServicer(engine, version, settings.max_tasks_per_call)
-        self._health = HealthServicer([SCHEDULER_SERVICE, PLACEMENT_SERVICE])
+        self._health = HealthServicer([SCHEDULER_SERVICE, PLACEMENT_SERVICE, ROLLOUT_SERVICE])
         self._server = grpc.aio.server(interceptors=[Boundary()], options=_options(settings))
         scheduler_service_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
         placement_service_pb2_grpc.add_PlacementServiceServicer_to_server(PlacementServicer(engine), self._server)
+        rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(engine, rollouts), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if settings.reflection:
-            names = [SCHEDULER_SERVICE, PLACEMENT_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
+            names = [SCHEDULER_SERVICE, PLACEMENT_SERVICE, ROLLOUT_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, self._server)
 
     @property

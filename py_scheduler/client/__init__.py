@@ -20,6 +20,7 @@ from py_scheduler.client._blocking_placement import BlockingHeldLease, BlockingP
 from py_scheduler.client._held_lease import HeldLease
 from py_scheduler.client._placement import PlacementClient
 from py_scheduler.client._rollout import RolloutEvent
+from py_scheduler.client._steps import StepEvent
 
 __all__ = [
     "BlockingHeldLease",
@@ -29,5 +30,6 @@ __all__ = [
     "PlacementClient",
     "RolloutEvent",
     "SchedulerClient",
+    "StepEvent",
     "Submission",
 ]

@@ -1,29 +1,22 @@
-"""The asyncio client.
-
-Invariant: a watch yields frames that join without a gap or a repetition, also across broken connections, or it raises.
-"""
+"""The asyncio client: submissions, watches and rollouts. Whole steps are in `_steps`."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from contextlib import aclosing
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import grpc.aio
 import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
-from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
-from py_scheduler.client._backoff import Backoff
-from py_scheduler.client._base import CALL_SECONDS, ServiceClient
-from py_scheduler.client._channel import is_broken_connection, raise_error_of_call
+from py_scheduler.client._base import CALL_SECONDS
 from py_scheduler.client._rollout import follow_rollout
+from py_scheduler.client._steps import StepClient
 from py_scheduler.domain.requests import AbortRequest, EventFilter, SubmissionSelector
 from py_scheduler.domain.task import BatchId, SubmissionKey
-from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, ServerError
+from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire import requests as wire
 from py_scheduler.wire.events import decode_frame
 from py_scheduler.wire.explanations import decode_explanation
@@ -34,10 +27,9 @@ if TYPE_CHECKING:
 
     from py_scheduler.client._rollout import OpenRollout, RolloutEvent
     from py_scheduler.domain.explanations import TaskExplanation
+    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.requests import AbortReply, EventKind, ServerInfo, SubmissionView, WatchedFrame
     from py_scheduler.domain.task import Task
-
-    WatchCall = grpc.aio.UnaryStreamCall[service.WatchEventsRequest, service.WatchEventsResponse]
 
 _log = logging.getLogger("py_scheduler.client")
 
@@ -57,14 +49,12 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     cursor: bytes
 
 
-class SchedulerClient(ServiceClient[scheduler_service_pb2_grpc.SchedulerServiceStub]):
+class SchedulerClient(StepClient):
     """Talks to one server; any number of calls at a time. Use it as `async with`, or call `open` and `close`.
 
     reconnect_seconds: how long a connection may stay broken before calls and watches give up. 0: not at all.
     max_message_bytes: the largest message that is sent or taken.
     """
-
-    stub_class = scheduler_service_pb2_grpc.SchedulerServiceStub
 
     @cached_property
     def _warned(self) -> set[str]:
@@ -85,16 +75,23 @@ class SchedulerClient(ServiceClient[scheduler_service_pb2_grpc.SchedulerServiceS
     # Calls
 
     async def submit(
-        self, tasks: Iterable[Task], batch_id: BatchId, *, request_id: str | None = None, namespace: str | None = None
+        self,
+        tasks: Iterable[Task],
+        batch_id: BatchId,
+        *,
+        request_id: str | None = None,
+        namespace: str | None = None,
+        iteration: IterationContext | None = None,
     ) -> Submission:
         """Hands in tasks, in several calls when they are many; returns when the server has taken them all.
 
         The same request_id with the same tasks again gives the same task ids and runs nothing twice; None makes a fresh
         one. A call is all or nothing; when a later one of several is refused, the tasks of the earlier ones stay
-        accepted.
+        accepted. `iteration` is what every episode of these tasks is told of the step.
         Raises InvalidArgumentError, UnplaceableError, AlreadyExistsError, ResourceExhaustedError, ServerError.
         """
-        replies = [await self.submit_chunk(chunk) for chunk in self._chunks(tasks, batch_id, request_id, namespace)]
+        chunks = self._chunks(tasks, batch_id, request_id, namespace, iteration)
+        replies = [await self.submit_chunk(chunk) for chunk in chunks]
         return Submission(
             submission_id=replies[0].submission_id,
             task_ids=tuple([task_id for reply in replies for task_id in reply.task_ids]),
@@ -167,30 +164,9 @@ class SchedulerClient(ServiceClient[scheduler_service_pb2_grpc.SchedulerServiceS
             submission_id=submission_id, kinds=frozenset(kinds), namespace=namespace or self._namespace
         )
         request = service.WatchEventsRequest(filter=wire.encode_filter(event_filter), cursor=cursor)
-        backoff = Backoff(self._target, self._reconnect_seconds)
-        last_through: int | None = None
-        while True:
-            call = self._stub.WatchEvents(request)
-            try:
-                while (message := await self._read(call)) is not None:
-                    backoff.connected()
-                    if last_through is not None and message.after_sequence != last_through:
-                        raise ServerError(
-                            f"the stream goes on after event {message.after_sequence} instead of {last_through}: "
-                            "resume from the last cursor",
-                            "DATA_LOSS",
-                        )
-                    last_through = message.through_sequence
-                    request.cursor = message.cursor
-                    yield decode_frame(message)
-            except grpc.aio.AioRpcError as error:
-                if not (is_broken_connection(error) and await backoff.wait()):
-                    raise_error_of_call(error, self._target)
-            else:
-                if not await backoff.wait():
-                    raise ServerError("the server ends the stream again and again", "UNAVAILABLE")
-            finally:
-                call.cancel()
+        async with aclosing(self._messages(lambda: self._stub.WatchEvents(request), request)) as messages:
+            async for message in messages:
+                yield decode_frame(message)
 
     async def rollout(
         self,
@@ -199,6 +175,7 @@ class SchedulerClient(ServiceClient[scheduler_service_pb2_grpc.SchedulerServiceS
         batch_id: BatchId,
         request_id: str | None = None,
         namespace: str | None = None,
+        iteration: IterationContext | None = None,
         abort_on_exit: bool = False,
     ) -> AsyncGenerator[RolloutEvent, None]:
         """Submits tasks and yields each `SampleDone` and `TaskDone` as it happens, until every task is done.
@@ -208,7 +185,12 @@ class SchedulerClient(ServiceClient[scheduler_service_pb2_grpc.SchedulerServiceS
         Raises what `submit` and `watch` raise.
         """
         batches = self.rollout_batches(
-            tasks, batch_id=batch_id, request_id=request_id, namespace=namespace, abort_on_exit=abort_on_exit
+            tasks,
+            batch_id=batch_id,
+            request_id=request_id,
+            namespace=namespace,
+            iteration=iteration,
+            abort_on_exit=abort_on_exit,
         )
         async with aclosing(batches):
             async for batch in batches:
@@ -222,10 +204,11 @@ class SchedulerClient(ServiceClient[scheduler_service_pb2_grpc.SchedulerServiceS
         batch_id: BatchId,
         request_id: str | None = None,
         namespace: str | None = None,
+        iteration: IterationContext | None = None,
         abort_on_exit: bool = False,
     ) -> AsyncGenerator[list[RolloutEvent], None]:
         """`rollout` with the events that arrived together in one list."""
-        chunks = self._chunks(tasks, batch_id, request_id, namespace)
+        chunks = self._chunks(tasks, batch_id, request_id, namespace, iteration)
         following = follow_rollout(self, chunks, namespace, abort_on_exit=abort_on_exit)
         async with aclosing(following):
             async for batch in following:
@@ -233,22 +216,17 @@ class SchedulerClient(ServiceClient[scheduler_service_pb2_grpc.SchedulerServiceS
 
     # Inside
 
-    async def _read(self, call: WatchCall) -> service.WatchEventsResponse | None:
-        """The next message; None at the end of the stream."""
-        try:
-            message = await call.read()
-        except asyncio.CancelledError:
-            if self._channel is not None:
-                raise
-            # grpc ends the calls of a closed channel with this, though nobody cancelled the reader.
-            raise FailedPreconditionError("the client was closed while it was watching") from None
-        return message if isinstance(message, service.WatchEventsResponse) else None
-
     def _chunks(
-        self, tasks: Iterable[Task], batch_id: BatchId, request_id: str | None, namespace: str | None
+        self,
+        tasks: Iterable[Task],
+        batch_id: BatchId,
+        request_id: str | None,
+        namespace: str | None,
+        iteration: IterationContext | None,
     ) -> Iterator[SubmitChunk]:
         key = SubmissionKey(batch_id, namespace or self._namespace)
-        return encode_submission_chunks(tasks, key, request_id or uuid.uuid4().hex, _CHUNK_TASKS, _CHUNK_BYTES)
+        request_id = request_id or uuid.uuid4().hex
+        return encode_submission_chunks(tasks, key, request_id, _CHUNK_TASKS, _CHUNK_BYTES, iteration)
 
     def _selector(self, batch_id: BatchId | None, submission_id: str, namespace: str | None) -> SubmissionSelector:
         if (batch_id is None) != bool(submission_id):

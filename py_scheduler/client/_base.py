@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
 import grpc.aio
 
@@ -63,7 +63,6 @@ class ServiceClient(Generic[StubT]):
         """Ties the client to the running loop. The server need not be there yet."""
         if self._channel is None:
             self._channel = open_channel(self._target, self._max_message_bytes)
-            self._stub_of_channel = self.stub_class(self._channel)
 
     async def close(self) -> None:
         """Ends open watches. Work on the server goes on."""
@@ -81,11 +80,17 @@ class ServiceClient(Generic[StubT]):
         await self.close()
 
     @property
-    def _stub(self) -> StubT:
-        if self._stub_of_channel is None:
+    def _open_channel(self) -> grpc.aio.Channel:
+        if self._channel is None:
             name = type(self).__name__
             raise FailedPreconditionError(f"the client is not open: use `async with {name}(...) as client`")
-        return self._stub_of_channel
+        return self._channel
+
+    @property
+    def _stub(self) -> StubT:
+        if self._stub_of_channel is None:
+            self._stub_of_channel = self.stub_class(self._open_channel)
+        return cast("StubT", self._stub_of_channel)
 
     async def _call(
         self, method: Callable[[StubT], Any], request: Any, timeout_seconds: float | None = CALL_SECONDS

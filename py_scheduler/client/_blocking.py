@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from py_scheduler.client._rollout import RolloutEvent
+    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import BatchId, Task
 
 ClientT = TypeVar("ClientT", bound=ServiceClient[Any])
@@ -41,9 +42,9 @@ def blocking(
 
 def _iterating(
     method: Callable[Concatenate[ClientT, P], AsyncGenerator[T, None]],
-) -> Callable[Concatenate[BlockingServiceClient[ClientT], P], Iterator[T]]:
+) -> Callable[Concatenate[BlockingServiceClient[Any], P], Iterator[T]]:
     @wraps(method)
-    def iterate(self: BlockingServiceClient[ClientT], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    def iterate(self: BlockingServiceClient[Any], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         portal = self.portal
         items = method(self.client, *args, **kwargs)
         try:
@@ -109,6 +110,9 @@ class BlockingSchedulerClient(BlockingServiceClient[SchedulerClient]):
     server_info = blocking(SchedulerClient.server_info)
     watch = _iterating(SchedulerClient.watch)
     rollout_batches = _iterating(SchedulerClient.rollout_batches)
+    execute_rollout = _iterating(SchedulerClient.execute_rollout)
+    execute_eval = _iterating(SchedulerClient.execute_eval)
+    step_frames = _iterating(SchedulerClient.step_frames)
 
     def rollout(
         self,
@@ -117,10 +121,16 @@ class BlockingSchedulerClient(BlockingServiceClient[SchedulerClient]):
         batch_id: BatchId,
         request_id: str | None = None,
         namespace: str | None = None,
+        iteration: IterationContext | None = None,
         abort_on_exit: bool = False,
     ) -> Iterator[RolloutEvent]:
         """See SchedulerClient.rollout. Crosses threads once for the events that arrived together."""
         for batch in self.rollout_batches(
-            tasks, batch_id=batch_id, request_id=request_id, namespace=namespace, abort_on_exit=abort_on_exit
+            tasks,
+            batch_id=batch_id,
+            request_id=request_id,
+            namespace=namespace,
+            iteration=iteration,
+            abort_on_exit=abort_on_exit,
         ):
             yield from batch

@@ -163,7 +163,7 @@ class _Tasks:
 
     def take(self, frame: WatchedFrame, *, everything_submitted: bool) -> list[RolloutEvent]:
         """This rollout's events of a frame. Those of unknown tasks wait until it is clear whose they are."""
-        events = _events_of(frame)
+        events = rollout_events(frame)
         if everything_submitted:
             return self._own(events)
         self._early.extend(event for event in events if event.task_id not in self._known)
@@ -180,7 +180,8 @@ class _Tasks:
         return own
 
 
-def _events_of(frame: WatchedFrame) -> list[RolloutEvent]:
+def rollout_events(frame: WatchedFrame) -> list[RolloutEvent]:
+    """What a frame holds for whoever waits for samples and tasks."""
     events: list[RolloutEvent] = []
     for record in frame.records:
         event = record.event

@@ -12,7 +12,7 @@ import pytest
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
 from py_scheduler.api.server import ApiServer
-from py_scheduler.app import build
+from py_scheduler.app import build, running
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import ServerSettings, parse_config
 from tests.support.fake_engine import FakeEngine
@@ -41,7 +41,7 @@ async def whole_server(config: str) -> AsyncIterator[str]:
     """The address of a server on the real engine, from the text of its configuration."""
     parts = build(parse_config(config), Path())
     bound = parts.api.bind()
-    async with parts.scheduler:
+    async with running(parts):
         await parts.api.start()
         yield bound
         await parts.scheduler.drain(0)

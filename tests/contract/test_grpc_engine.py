@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.app import build
+from py_scheduler.app import build, running
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import parse_config
 from py_scheduler.domain.events import TaskDone
@@ -120,7 +120,7 @@ async def test_a_cursor_of_a_server_before_is_refused(client: SchedulerClient) -
     submission = await client.submit(tasks(1), 7)
     parts = build(parse_config(CONFIG), Path())
     bound = parts.api.bind()
-    async with parts.scheduler:
+    async with running(parts):
         await parts.api.start()
         async with SchedulerClient.connect(bound) as later:
             await later.submit(tasks(1), 8)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import reasoning_gym  # noqa: F401 - takes long to import, and would keep a loop for so long
 
-from py_scheduler.app import build
+from py_scheduler.app import build, running
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import parse_config
 from tests.support.scripted_sglang import ScriptedSglang
@@ -34,7 +34,7 @@ async def test_the_minimal_client_runs() -> None:
         parts = build(parse_config(config_of(engine.base_url)), ROOT / "examples")
         address = parts.api.bind()
         await parts.engines["student"].start()
-        async with parts.scheduler:
+        async with running(parts):
             await parts.api.start()
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -66,7 +66,7 @@ async def test_an_engine_that_does_not_answer_is_shown_without_its_address() -> 
         parts = build(parse_config(config_of(engine.base_url)), ROOT / "examples")
         base_url = engine.base_url
     address = parts.api.bind()
-    async with parts.scheduler:
+    async with running(parts):
         await parts.api.start()
         async with SchedulerClient(address) as client:
             (student,) = (await client.server_info()).engines

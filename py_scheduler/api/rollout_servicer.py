@@ -1,0 +1,65 @@
+"""RolloutService on a desk that executes steps.
+
+Invariant: a call ends its following in the task of its own call, whichever way the call ends, so the desk knows at once
+that a client is gone.
+"""
+
+# ruff: noqa: N802 - names and signatures are the proto's
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2_grpc
+from py_scheduler.api.boundary import CallRefusedError
+from py_scheduler.domain.steps import StepReport
+from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.wire import rollouts as wire
+from py_scheduler.wire.events import encode_frames
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+    from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2 as service
+    from py_scheduler.api.engine_port import EnginePort
+    from py_scheduler.api.rollout_port import RolloutPort
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
+    """Decode, follow the step, encode. Errors travel to the boundary. desk: None on a server that executes no steps."""
+
+    def __init__(self, engine: EnginePort, desk: RolloutPort | None) -> None:
+        self._engine = engine
+        self._desk = desk
+
+    async def ExecuteRollout(  # type: ignore[override] # writes to the context instead of yielding
+        self, request: service.ExecuteRolloutRequest, context: Context
+    ) -> None:
+        await self._follow(request, context)
+
+    async def ExecuteEval(  # type: ignore[override] # as above
+        self, request: service.ExecuteEvalRequest, context: Context
+    ) -> None:
+        await self._follow(request, context)
+
+    async def _follow(self, message: wire.ExecuteRequest, context: Context) -> None:
+        request = wire.decode_step_request(message)
+        cursors = wire.step_cursors(request, self._engine.store_epoch, self._engine.oldest_sequence)
+        after = cursors.decode(message.cursor)
+        if self._desk is None:
+            raise FailedPreconditionError("this server executes no steps: submit tasks with SubmitTasks")
+        through = 0
+        async with aclosing(self._desk.follow(request, after)) as following:
+            async for item in following:
+                if isinstance(item, StepReport):
+                    await context.write(wire.encode_report_frame(item, through, cursors))
+                    return
+                through = item.through_sequence
+                for encoded in encode_frames(item, cursors):
+                    await context.write(encoded)
+        raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the server is stopping: resume from the last cursor")

@@ -1,0 +1,39 @@
+"""The composition root of the server: builds every part from a Config, runs it, and takes it down again.
+
+    configuration -> specs, pool, engines, scheduler, steps, API -> bind -> start engines -> serve
+    SIGTERM -> NOT_SERVING -> no new tasks -> running samples finish (drain_seconds) -> streams end with a cursor
+
+Invariants: nothing is started before everything was built and the port was bound, so most faults of a configuration
+show within a second; after the signal the process ends within `stop_limit_seconds`, whatever a handler does.
+"""
+
+from __future__ import annotations
+
+from py_scheduler.app.building import (
+    Parts,
+    build,
+    build_pool,
+    build_sources,
+    build_specs,
+    cluster_nodes,
+    make_sandbox,
+)
+from py_scheduler.app.engines import build_generation
+from py_scheduler.app.serving import in_process, run, running, serve, start_engines, stop_limit_seconds
+
+__all__ = [
+    "Parts",
+    "build",
+    "build_generation",
+    "build_pool",
+    "build_sources",
+    "build_specs",
+    "cluster_nodes",
+    "in_process",
+    "make_sandbox",
+    "run",
+    "running",
+    "serve",
+    "start_engines",
+    "stop_limit_seconds",
+]

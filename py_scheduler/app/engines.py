@@ -1,0 +1,118 @@
+"""Generation engines from the `[generation.ROLE]` tables, and which of them rest on which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from py_scheduler.config import Config, collecting, convert_table
+from py_scheduler.errors import ConfigError, FieldViolation
+
+if TYPE_CHECKING:
+    from py_scheduler.domain.ports import GenerationEngine
+
+_WITH_EXAMPLES = "with_examples"
+
+
+def build_generation(config: Config, base_dir: Path, faults: list[FieldViolation]) -> dict[str, GenerationEngine]:
+    """One engine for each role, bases before what is made of them; `faults` gets what is wrong with the others."""
+    engines: dict[str, GenerationEngine] = {}
+    for role in _bases_first(config.generation, faults):
+        base = base_role(config.generation[role])
+        if base is None or base in engines:
+            with collecting(faults):
+                engines[role] = _build_engine(config.generation[role], f"generation.{role}", base_dir, engines)
+    return engines
+
+
+def base_role(table: dict[str, Any]) -> str | None:
+    """The role whose engine this one asks, if it asks one."""
+    base = table.get("base")
+    return base if table.get("kind") == _WITH_EXAMPLES and isinstance(base, str) else None
+
+
+def _bases_first(tables: dict[str, dict[str, Any]], faults: list[FieldViolation]) -> list[str]:
+    """The roles in an order in which they can be built; `faults` gets those that rest on nothing or on themselves."""
+    bases = {role: base_role(table) for role, table in tables.items()}
+    known = ", ".join(tables)
+    for name, base in bases.items():
+        if base is not None and base not in tables:
+            faults.append(FieldViolation(f"generation.{name}.base", f"is {base!r}, must be one of the roles {known}"))
+    order: dict[str, None] = {}
+    for first in tables:
+        chain: list[str] = []
+        role: str | None = first
+        while role in tables and role not in order and role not in chain:
+            chain.append(role)
+            role = bases[role]
+        if role is None or role in order:
+            order.update(dict.fromkeys(reversed(chain)))
+        elif role == first == min(chain):
+            circle = " -> ".join([*chain, role])
+            faults.append(FieldViolation(f"generation.{role}.base", f"leads back to itself: {circle}"))
+    return list(order)
+
+
+def _build_engine(
+    table: dict[str, Any], key: str, base_dir: Path, engines: dict[str, GenerationEngine]
+) -> GenerationEngine:
+    """The adapter is imported only when it is asked for: each has optional dependencies of its own."""
+    rest = dict(table)
+    kind = rest.pop("kind", None)
+    if kind == "sglang":
+        from py_scheduler.adapters.sglang import SglangEngine, SglangSettings  # noqa: PLC0415
+
+        base_url = _text(rest, "base_url", f"{key}.base_url", 'such as "http://127.0.0.1:30000"')
+        return SglangEngine(base_url, settings=convert_table(rest, SglangSettings, key))
+    if kind == "embedded":
+        from py_scheduler.adapters.llama_cpp import LlamaCppEngine, LlamaCppSettings  # noqa: PLC0415
+
+        gguf_path = _gguf_path(rest.pop("gguf_path", ""), f"{key}.gguf_path", base_dir)
+        return LlamaCppEngine(gguf_path, settings=convert_table(rest, LlamaCppSettings, key))
+    if kind == _WITH_EXAMPLES:
+        return _build_with_examples(rest, key, base_dir, engines)
+    raise ConfigError(f'is {kind!r}, must be "embedded", "sglang" or "{_WITH_EXAMPLES}"', f"{key}.kind")
+
+
+def _build_with_examples(
+    table: dict[str, Any], key: str, base_dir: Path, engines: dict[str, GenerationEngine]
+) -> GenerationEngine:
+    from py_scheduler.adapters.with_examples import (  # noqa: PLC0415 - like the other adapters
+        WithExamplesEngine,
+        WithExamplesSettings,
+        load_examples,
+    )
+
+    settings = convert_table(table, WithExamplesSettings, key)
+    examples = settings.examples
+    if isinstance(examples, str):
+        examples = load_examples(base_dir / Path(examples).expanduser(), f"{key}.examples")
+    if not examples and not settings.instruction:
+        raise ConfigError(
+            "there are none, and no instruction: the base would answer as it does without", f"{key}.examples"
+        )
+    return WithExamplesEngine(engines[settings.base], examples=examples, instruction=settings.instruction)
+
+
+def _gguf_path(value: object, key: str, base_dir: Path) -> Path:
+    """The model file that is named, or else the one that `fetch-model` left in the cache."""
+    if not isinstance(value, str):
+        raise ConfigError("must be the path of a GGUF file", key)
+    if value:
+        path = base_dir / Path(value).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}: correct the path", key)
+        return path
+    from py_scheduler.adapters.model_store import SMOLLM2, default_cache_dir  # noqa: PLC0415
+
+    path = default_cache_dir() / Path(SMOLLM2.file).name
+    if not path.is_file():
+        raise ConfigError(f"is absent, and {path} is not there: run `py-scheduler fetch-model`, or name a file", key)
+    return path
+
+
+def _text(table: dict[str, Any], name: str, key: str, example: str) -> str:
+    value = table.pop(name, None)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"is missing or no text: {example}", key)
+    return value

@@ -1,0 +1,220 @@
+"""Runs a built server and takes it down again, whatever its handlers do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
+
+from py_scheduler.app.building import build
+from py_scheduler.app.engines import base_role
+from py_scheduler.containment import contained_task
+from py_scheduler.errors import ConfigError, EngineUnavailableError
+from py_scheduler.knobs import hand_set_warnings
+from py_scheduler.version import version
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+    from types import FrameType
+
+    from py_scheduler.app.building import Parts
+    from py_scheduler.config import Config
+    from py_scheduler.interfaces.task_scheduler import TaskScheduler
+
+_log = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 8.0
+"""What the end takes beside drain and grace, at most: streams that are cut off, the journal, the engines' processes."""
+
+
+async def serve(config: Config, base_dir: Path, announce: Callable[[str], None], stop: asyncio.Event) -> int:
+    """Serves until `stop` is set, then stops gracefully; returns how many handlers would not end.
+
+    `announce` gets the address once calls are answered. Raises ConfigError, EngineUnavailableError.
+    """
+    parts = build(config, base_dir)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(parts.api.stop)
+        address = parts.api.bind()
+        if not await start_engines(parts, stack, stop):
+            return 0
+        await stack.enter_async_context(running(parts))
+        # Before the scheduler's own end: streams must not outlive it.
+        stack.push_async_callback(parts.api.stop)
+        await parts.api.start()
+        announce(address)
+        await stop.wait()
+        _log.info("stopping: no new tasks; running samples have %g seconds", config.server.drain_seconds)
+        parts.api.stop_serving()
+        parts.desk.stop()
+        await parts.scheduler.drain(config.server.drain_seconds)
+    return parts.scheduler.stranded_workers
+
+
+@asynccontextmanager
+async def running(parts: Parts) -> AsyncIterator[None]:
+    """Starts and ends the scheduler and what drives it; the engines run by then."""
+    async with parts.scheduler, parts.steps, parts.desk:
+        yield
+
+
+@asynccontextmanager
+async def in_process(config: Config, base_dir: Path) -> AsyncIterator[TaskScheduler]:
+    """The TaskScheduler of a configuration, with its engines and without a network.
+
+    Raises ConfigError, EngineUnavailableError.
+    """
+    parts = build(config, base_dir)
+    async with AsyncExitStack() as stack:
+        await start_engines(parts, stack, asyncio.Event())
+        await stack.enter_async_context(parts.scheduler)
+        yield await stack.enter_async_context(parts.steps)
+
+
+async def start_engines(parts: Parts, stack: AsyncExitStack, stop: asyncio.Event) -> bool:
+    """Starts all at once; False when the server is told to stop meanwhile. Whatever happens, they get closed, and none
+    of them while it still starts.
+    """
+    for engine in parts.engines.values():
+        stack.push_async_callback(engine.close)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            ready = {role: asyncio.Event() for role in parts.engines}
+            starting = [tasks.create_task(_start_engine(parts, role, ready)) for role in parts.engines]
+            stopping = tasks.create_task(_cancel_upon(stop, starting))
+            if starting:
+                await asyncio.wait(starting)
+            stopping.cancel()
+    except BaseExceptionGroup as group:
+        raise _first_of(group) from None
+    return not any(task.cancelled() for task in starting)
+
+
+async def _start_engine(parts: Parts, role: str, ready: dict[str, asyncio.Event]) -> None:
+    """Starts one, after the one that it asks. When that one does not start, all of them are cancelled."""
+    engine, table = parts.engines[role], parts.config.generation.get(role, {})
+    if base := base_role(table):
+        await ready[base].wait()
+    kind = table.get("kind", type(engine).__name__)
+    _log.info("engine %s: %s is loading", role, kind)
+    begun = time.monotonic()
+    try:
+        await engine.start()
+    except EngineUnavailableError as error:
+        key = "base_url" if "base_url" in table else "kind"
+        raise EngineUnavailableError(f"generation.{role}.{key}: the engine does not start: {error}") from error
+    ready[role].set()
+    _log.info("engine %s: %s is ready after %.1f s", role, kind, time.monotonic() - begun)
+
+
+async def _cancel_upon(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+    await stop.wait()
+    for task in tasks:
+        task.cancel()
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def stop_limit_seconds(config: Config) -> float:
+    """From the signal to the end of the process, at most: beyond it something is stuck, such as the loop itself."""
+    return config.server.drain_seconds + config.scheduler.stop_grace_seconds + _EXIT_SECONDS
+
+
+@contextmanager
+def stop_signals(stop: asyncio.Event, exit_seconds: float) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`; a second one, or `exit_seconds` without an end, ends the process at once."""
+    loop = asyncio.get_running_loop()
+    watchdogs: list[threading.Timer] = []
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if watchdogs:
+            os._exit(128 + number)
+        # A thread, because what keeps the process from ending may well be a handler that blocks the loop.
+        watchdog = threading.Timer(exit_seconds, _end_hard, (exit_seconds,))
+        watchdog.daemon = True
+        watchdogs.append(watchdog)
+        watchdog.start()
+        loop.call_soon_threadsafe(stop.set)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for watchdog in watchdogs:
+            watchdog.cancel()
+
+
+def _end_hard(seconds: float) -> None:
+    sys.stderr.write(f"py-scheduler: still not stopped after {seconds:g} seconds; ending\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def run(config: Config, config_file: Path) -> None:
+    """`py-scheduler serve`: serves until a signal comes. Raises what `serve` raises."""
+    base_dir = config_file.resolve().parent
+    # Handlers may lie beside the configuration that names them; last, so that nothing there hides an installed module.
+    sys.path.append(str(base_dir))
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    _log.info("py-scheduler %s, configuration %s", version(), config_file)
+    for warning in hand_set_warnings(os.environ):
+        _log.warning(warning)
+
+    def announce(address: str) -> None:
+        sys.stdout.write(f"listening on {address}\n")
+        sys.stdout.flush()
+
+    _tune_collector()
+
+    async def main() -> int:
+        asyncio.get_running_loop().set_task_factory(contained_task)
+        stop = asyncio.Event()
+        with stop_signals(stop, stop_limit_seconds(config)):
+            return await serve(config, base_dir, announce, stop)
+
+    with asyncio.Runner(loop_factory=_loop_factory(config)) as runner:
+        stranded = runner.run(main())
+        if stranded:
+            # The runner would wait for them; nothing but the end of the process stops them.
+            _log.warning("%d handlers did not end: ending without them", stranded)
+            logging.shutdown()
+            os._exit(0)
+
+
+def _tune_collector() -> None:
+    """Hundreds of thousands of waiting tasks are no garbage, and hold no cycles: look for those less often.
+
+    At the default thresholds the collector took a third of the processor time of a full queue.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def _loop_factory(config: Config) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if config.server.event_loop == "asyncio":
+        return None
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError as error:
+        if config.server.event_loop == "uvloop":
+            reason = 'uvloop is not installed: install py-scheduler[uvloop], or say "auto"'
+            raise ConfigError(reason, "server.event_loop") from error
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

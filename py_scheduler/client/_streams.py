@@ -1,0 +1,67 @@
+"""Server streams of frames, as the asyncio clients read them.
+
+Invariant: a stream yields frames that join without a gap or a repetition, also across broken connections, or it raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import grpc.aio
+
+from py_scheduler.client._backoff import Backoff
+from py_scheduler.client._base import ServiceClient, StubT
+from py_scheduler.client._channel import is_broken_connection, raise_error_of_call
+from py_scheduler.errors import FailedPreconditionError, ServerError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+M = TypeVar("M", bound=Any)
+StreamCall = grpc.aio.UnaryStreamCall[Any, M]
+
+
+class StreamClient(ServiceClient[StubT]):
+    """A client with calls that stream frames."""
+
+    async def _messages(self, call_again: Callable[[], StreamCall[M]], request: Any) -> AsyncGenerator[M, None]:
+        """Messages of frames that join without a gap, for as long as they are read, also across broken connections.
+
+        call_again: makes the call with `request`, whose cursor is that of the last frame.
+        """
+        backoff = Backoff(self._target, self._reconnect_seconds)
+        last_through: int | None = None
+        while True:
+            call = call_again()
+            try:
+                while (message := await self._read(call)) is not None:
+                    backoff.connected()
+                    if last_through is not None and message.after_sequence != last_through:
+                        raise ServerError(
+                            f"the stream goes on after event {message.after_sequence} instead of {last_through}: "
+                            "resume from the last cursor",
+                            "DATA_LOSS",
+                        )
+                    last_through = message.through_sequence
+                    request.cursor = message.cursor
+                    yield message
+            except grpc.aio.AioRpcError as error:
+                if not (is_broken_connection(error) and await backoff.wait()):
+                    raise_error_of_call(error, self._target)
+            else:
+                if not await backoff.wait():
+                    raise ServerError("the server ends the stream again and again", "UNAVAILABLE")
+            finally:
+                call.cancel()
+
+    async def _read(self, call: StreamCall[M]) -> M | None:
+        """The next message; None at the end of the stream."""
+        try:
+            message = await call.read()
+        except asyncio.CancelledError:
+            if self._channel is not None:
+                raise
+            # grpc ends the calls of a closed channel with this, though nobody cancelled the reader.
+            raise FailedPreconditionError("the client was closed while it was watching") from None
+        return None if message is grpc.aio.EOF else cast("M", message)

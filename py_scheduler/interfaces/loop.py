@@ -1,0 +1,119 @@
+"""Where a training loop stands, between steps and across restarts.
+
+Invariants
+  1. Before an iteration takes a task, the state says which iteration it is and where the source stood; so whoever comes
+     after a killed process takes the same tasks, under the same request ids.
+  2. An iteration that fails or is cancelled gives its tasks back to the source and uses up its request ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.rollout.loop_state import LoopState, read_loop_state, write_loop_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from py_scheduler.domain.data import DataSource
+
+_log = logging.getLogger(__name__)
+
+STATE_FILE = "loop_state.json"
+
+
+class Loop:
+    """The loop's source and state. Without a folder the state lives as long as the process."""
+
+    def __init__(self, source: DataSource | None, artifact_root: Path | None) -> None:
+        self.source = source
+        self._path = None if artifact_root is None else artifact_root / STATE_FILE
+        self._state: LoopState | None = None
+
+    def restore(self) -> None:
+        """Reads the state and puts the source where it stood. Raises FailedPreconditionError when it is another's."""
+        if self._path is None:
+            return
+        self._state = read_loop_state(self._path)
+        if self._state is not None and self.source is not None and self._state.source_state:
+            self.source.restore(self._state.source_state)
+
+    @property
+    def unfinished(self) -> int | None:
+        """The iteration that was begun and is not finished."""
+        return None if self._state is None else self._state.unfinished
+
+    @property
+    def next_rollout_id(self) -> int:
+        """The iteration to be executed next: the unfinished one, or the one after the last."""
+        if self._state is None:
+            return 0
+        return self._state.rollout_id + self._state.is_finished
+
+    async def begin(self, rollout_id: int) -> str:
+        """Writes down that the iteration is under way; the prefix of its request ids."""
+        assert self.source is not None, "whoever begins has checked that"
+        before = self._state
+        if before is not None and not before.is_finished and before.rollout_id != rollout_id:
+            raise FailedPreconditionError(
+                f"iteration {before.rollout_id} is unfinished: execute it first, it gets the same tasks again"
+                + (f"; or remove {STATE_FILE} to begin a new loop" if self._path else "")
+            )
+        state = self._next_state(rollout_id) if before is None or before.is_finished else before
+        self._state = state
+        await self._write()
+        return f"{state.loop_id}/{state.rollout_id}/{state.execution_no}"
+
+    async def skip(self, rollout_id: int) -> None:
+        """The iteration was made of saved samples."""
+        self._state = msgspec.structs.replace(self._next_state(rollout_id), is_finished=True)
+        await self._write()
+
+    def _next_state(self, rollout_id: int) -> LoopState:
+        before = self._state
+        return LoopState(
+            rollout_id=rollout_id,
+            source_state={} if self.source is None else self.source.state(),
+            loop_id=before.loop_id if before else self._fresh_id(),
+            execution_no=before.execution_no + 1 if before else 1,
+        )
+
+    def give_back(self, *, ids_are_used: bool) -> None:
+        """The iteration under way ended without a result.
+
+        ids_are_used: its tasks were stopped, so the next execution needs other request ids to run them again.
+        """
+        if self._state is None or self._state.is_finished:
+            return
+        assert self.source is not None, "an iteration was begun"
+        try:
+            self.source.restore(self._state.source_state)
+        except FailedPreconditionError as error:
+            _log.warning("iteration %d gives its tasks back in vain: %s", self._state.rollout_id, error)
+        if ids_are_used:
+            self._state = msgspec.structs.replace(self._state, execution_no=self._state.execution_no + 1)
+            self._write_now()
+
+    async def finish(self) -> None:
+        """The iteration under way has its result."""
+        assert self._state is not None, "finish follows begin"
+        assert self.source is not None, "an iteration was begun"
+        self._state = msgspec.structs.replace(self._state, source_state=self.source.state(), is_finished=True)
+        await self._write()
+
+    def _fresh_id(self) -> str:
+        # Without a file there is nothing to remember it by, so a restarted process has to find the same one.
+        return "loop" if self._path is None else os.urandom(4).hex()
+
+    async def _write(self) -> None:
+        await asyncio.to_thread(self._write_now)
+
+    def _write_now(self) -> None:
+        if self._path is not None and self._state is not None:
+            write_loop_state(self._path, self._state)
