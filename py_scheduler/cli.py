@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from py_scheduler.config import KNOBS, load_config, overrides_of
+from py_scheduler.config import load_config
 from py_scheduler.errors import InvalidArgumentError, SchedulerError
+from py_scheduler.knobs import CONFIG, add_flags, knob_table, overrides_of, variables_alone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _DEFAULT_TARGET = "127.0.0.1:50051"
 _PIPE_WIDTH = 160
-_CONFIG_VARIABLE = "PY_SCHEDULER_CONFIG"
 _SUBMISSION_HELP = 'a submission: a step (7), a label ("7/gsm8k"), or the submission_id that the server gave it'
 _SUBMISSION_ID = re.compile(r"s[0-9a-f]{16}")
 
@@ -79,6 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_plan(add("plan", "say what a cluster can hold, without a server", "plan cluster.json scheduler.toml"))
     _add_why(add("why", "say why a task of a running server waits", "why s1f0c9a2b3d4e5f60-12"))
+    _add_try(
+        add(
+            "try-handler",
+            "play one sample with a handler, without a server, and show all that came of it",
+            "try-handler my_agents:MathAgent --prompt 'What is 2 + 3?'",
+        )
+    )
+    _add_report(add("report", "show how training steps and evals went, as tables and plots", "report rollouts"))
+    _add_knobs(add("knobs", "show every flag and variable, and the key that it sets", "knobs --markdown"))
     fetch = add("fetch-model", "put the embedded engine's default model into the cache", "fetch-model")
     fetch.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="another folder than the user's cache")
     fetch.set_defaults(run=_fetch_model)
@@ -90,29 +99,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    config = os.environ.get(_CONFIG_VARIABLE)
+    parser.epilog = f"{parser.epilog}. Variables without a flag: {', '.join(variables_alone())}; see `knobs`."
+    _add_config(parser)
+    add_flags(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    config = os.environ.get(CONFIG.variable)
     parser.add_argument(
-        "--config",
+        CONFIG.flag,
         type=Path,
         default=config and Path(config),
         required=not config,
-        metavar="FILE",
-        help=f"the TOML file, whose folder is searched for handlers too; or the variable {_CONFIG_VARIABLE}",
+        metavar=CONFIG.metavar,
+        help=f"{CONFIG.help} ({CONFIG.variable})",
     )
-    for knob in KNOBS:
-        parser.add_argument(
-            knob.flag,
-            dest=knob.flag,
-            metavar=knob.metavar,
-            help=f"{knob.help} ({', '.join(knob.keys)}; {knob.variable})",
-        )
-    parser.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:
     config_file: Path = options.config
-    overrides = overrides_of({knob.flag: getattr(options, knob.flag) for knob in KNOBS}, os.environ)
-    config = load_config(config_file, overrides)
+    config = load_config(config_file, overrides_of(vars(options), os.environ))
     # gRPC's core writes to stderr about what is an ordinary answer here, a port in use for one.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from py_scheduler import app  # noqa: PLC0415 - after the file, so that its faults show at once
@@ -170,17 +177,14 @@ def _print_server(info: ServerInfo) -> None:
         sample = evaluator.sample_resource
         print(
             f"evaluator  {evaluator.evaluator_id}  {evaluator.handler}  at once {evaluator.resource.concurrency}  "
-            f"a sample: gpu {sample.gpu:g}, cpu {sample.cpu:g}, memory_gb {sample.memory_gb:g}"
+            f"a sample: {sample.words}"
         )
     for engine in info.engines:
         model = engine.error or f"{engine.model_name}  weights {engine.weight_version or '-'}"
         print(f"engine     {engine.role}  {model}")
     for node in info.nodes:
         free = " ".join(f"{share:.2f}" for share in node.free_gpus)
-        print(
-            f"node       {node.node_ip}  free gpus [{free}]  cpu {node.free_cpu:g}/{node.cpu:g}  "
-            f"memory_gb {node.free_memory_gb:g}/{node.memory_gb:g}"
-        )
+        print(f"node       {node.node_ip}  free gpus [{free}]  {node.words}")
 
 
 def _print_submission(view: SubmissionView) -> None:
@@ -292,6 +296,75 @@ def _why(options: argparse.Namespace) -> int:
     return 0
 
 
+# try-handler
+
+
+def _add_try(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"{parser.description} Exit code 0: it was played and scored, whatever the score; 1: the handler raised or was "
+        "stopped; 2: a fault in what was asked."
+    )
+    parser.add_argument(
+        "handler", metavar="HANDLER", help="module:Class, or the evaluator_id of one in the configuration"
+    )
+    parser.add_argument(
+        CONFIG.flag, type=Path, metavar=CONFIG.metavar, help="a server's configuration: cluster, engines, evaluator"
+    )
+    parser.add_argument(
+        "--engine",
+        metavar="ENGINE",
+        help='"embedded" (the default without a configuration), "none", or the address of an SGLang server',
+    )
+    parser.add_argument("--args", metavar="JSON", help="the handler's arguments; default: the configuration's")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--prompt", metavar="TEXT", help="the prompt of the task")
+    task.add_argument(
+        "--task-json", type=Path, metavar="FILE", help='the whole task: {"prompt": ..., "metadata": {...}}'
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--whole-text", action="store_true", help="shorten no text")
+    parser.set_defaults(run=_try_handler)
+
+
+def _try_handler(options: argparse.Namespace) -> int:
+    # gRPC's core writes to stderr about what is an ordinary answer here.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from py_scheduler.commands.try_handler import TryRequest, run_try  # noqa: PLC0415 - serve needs none of it
+
+    request = TryRequest(
+        handler=options.handler,
+        config_file=options.config,
+        engine=options.engine,
+        handler_args=options.args,
+        prompt=options.prompt or "",
+        task_json=options.task_json,
+        as_json=options.json,
+        whole_text=options.whole_text,
+    )
+    return run_try(request, _console())
+
+
+# report
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="the artifact folder of a rollout, or its eval_details"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where plots are written (default: DIR/report)")
+    parser.add_argument("--no-plots", action="store_true", help="tables only; matplotlib is not needed")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown, with the plots in it")
+    parser.set_defaults(run=_report_folder)
+
+
+def _report_folder(options: argparse.Namespace) -> int:
+    from py_scheduler.commands.report import run_report  # noqa: PLC0415 - serve needs none of it
+
+    plots = None if options.no_plots else options.out or options.folder / "report"
+    run_report(options.folder, plots, _console(), markdown=options.markdown)
+    return 0
+
+
 # The rest
 
 
@@ -300,6 +373,24 @@ def _fetch_model(options: argparse.Namespace) -> int:
 
     path = fetch_smollm2(options.cache_dir)
     print(f"model ready: {path} ({path.stat().st_size / 1e6:.0f} MB)")
+    return 0
+
+
+def _add_knobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--markdown", action="store_true", help="as a Markdown table")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put that table between its marks in a document")
+    parser.set_defaults(run=_knobs)
+
+
+def _knobs(options: argparse.Namespace) -> int:
+    from py_scheduler.commands.knobs import show_knobs, write_knobs  # noqa: PLC0415 - serve needs none of it
+
+    if options.write:
+        write_knobs(options.write)
+    elif options.markdown:
+        print(knob_table(), end="")
+    else:
+        show_knobs(_console())
     return 0
 
 

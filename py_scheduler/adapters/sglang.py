@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import re
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -61,9 +62,12 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.generation import ChatMessage
 
+logger = logging.getLogger(__name__)
+
 DONE = b"[DONE]"
-INPUT_MARGIN = 6
-"""Tokens by which the server's longest input is below its context."""
+INPUT_MARGIN = 4
+"""Tokens that fit beside the longest input: two less than the model's context has, and the server silently generates
+fewer than asked for rather than use those two."""
 ABORT_REPEAT_SECONDS = 0.25
 BAD_REQUEST, TOO_MANY_REQUESTS = 400, 429
 CONTEXT_OVERFLOW = re.compile(
@@ -113,6 +117,7 @@ class SglangEngine:
         self._info_lock = asyncio.Lock()
         self._nonce = secrets.token_hex(4)
         self._attempt_numbers = itertools.count()
+        self._ignores_seeds = False
 
     async def start(self) -> None:
         await self._http.start()
@@ -146,6 +151,7 @@ class SglangEngine:
         """See GenerationEngine. EngineUnavailableError carries tokens that were received as `partial`."""
         body = generate_body(request, self._settings)
         check_request(request, await self.model_info(), body["sampling_params"]["max_new_tokens"])
+        self._warn_of_ignored_seed(request)
         retry = self._settings.retry
         with self._flights.enter(request.rid) as flight:
             failed = 0
@@ -297,11 +303,13 @@ class SglangEngine:
             raise EngineUnavailableError(
                 f"{self._http.base_url} streams increments: start it without --incremental-streaming-output"
             )
-        context_length = self._settings.context_length or server.get("context_length")
+        context_length = self._settings.context_length
         if context_length is None and server.get("max_req_input_len") is not None:
+            # Not the model's context: the server may have memory for less than that.
             context_length = int(server["max_req_input_len"]) + INPUT_MARGIN
         if context_length is None:
             raise EngineUnavailableError(f"{self._http.base_url} does not tell its context: set context_length")
+        self._ignores_seeds = not server.get("enable_deterministic_inference")
         return ModelInfo(
             name=str(model.get("served_model_name") or model["model_path"]),
             vocab_size=self._settings.vocab_size or await self._ask_vocab_size(),
@@ -332,6 +340,14 @@ class SglangEngine:
                 "which stands in the model's config.json"
             )
         return int(said[1])
+
+    def _warn_of_ignored_seed(self, request: GenerationRequest) -> None:
+        """Once: the server takes a seed without a word and draws as it likes."""
+        if self._ignores_seeds and request.sampling.sampling_seed is not None:
+            self._ignores_seeds = False
+            logger.warning(
+                "%s ignores sampling_seed: start it with --enable-deterministic-inference", self._http.base_url
+            )
 
     def _note_weight_version(self, generation: Generation) -> None:
         info, spans = self._info, generation.weight_spans

@@ -71,7 +71,7 @@ def _nodes(wait: TaskWait) -> Table:
 
 
 def _short(node: NodeShortageView) -> str:
-    return ", ".join(node.short) or "nothing"
+    return ", ".join(node.words) or "nothing"
 
 
 def _ahead(wait: TaskWait) -> Table:

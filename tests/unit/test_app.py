@@ -11,6 +11,7 @@ import pytest
 
 from py_scheduler import app
 from py_scheduler.adapters.memory_journal import MemoryJournal
+from py_scheduler.app import building
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import Config, parse_config
 from py_scheduler.domain.events import AttemptStarted
@@ -60,14 +61,19 @@ class StartingEngine:
 
 
 def parts_of(**engines: StartingEngine) -> app.Parts:
+    nothing = cast("Any", None)
     return app.Parts(
-        engines=cast("dict[str, GenerationEngine]", engines), scheduler=cast("Any", None), api=cast("Any", None)
+        engines=cast("dict[str, GenerationEngine]", engines),
+        scheduler=nothing,
+        steps=nothing,
+        desk=nothing,
+        api=nothing,
     )
 
 
 async def start(parts: app.Parts, stop: asyncio.Event) -> bool:
     async with AsyncExitStack() as stack:
-        return await app._start_engines(parts, stack, stop)
+        return await app.start_engines(parts, stack, stop)
 
 
 async def test_engines_are_started_together_and_closed_after(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +123,7 @@ async def test_the_journal_is_closed_although_a_handler_will_not_end(monkeypatch
             await super().close()
             closed.append(self)
 
-    monkeypatch.setattr(app, "MemoryJournal", WatchedJournal)
+    monkeypatch.setattr(building, "MemoryJournal", WatchedJournal)
     stop = asyncio.Event()
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(app.serve(parse_config(STUBBORN), Path(), address.set_result, stop))

@@ -25,3 +25,10 @@ def test_no_batch_size_means_one_batch() -> None:
 
 def test_a_type_without_a_spec_is_one_batch() -> None:
     assert batches_of("x", "a", "x", a=1) == [("x", ["0", "2"]), ("a", ["1"])]
+
+
+def test_evals_and_training_never_share_a_batch() -> None:
+    specs = {"a": spec_of(SolvingAgent(), "a", batch_size=2)}
+    tasks = [task_of(str(number), "a", is_eval=number in (1, 2, 5)) for number in range(6)]
+    batches = [[task.prompt for task in batch.tasks] for batch in fifo_batching(tasks, specs)]
+    assert batches == [["0", "3"], ["1", "2"], ["4"], ["5"]]

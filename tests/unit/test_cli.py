@@ -209,7 +209,7 @@ def test_abort_stops_a_submission_or_some_of_its_tasks(started: Any, capsys: pyt
         (SERVER + "[[evaluator]]\nhandler = 'a:B'\nlisten = 1", r"evaluator\[0\]"),
         (
             EVALUATOR + "[generation.student]\nkind = 'oracle'",
-            'generation.student.kind: .*must be "embedded" or "sglang"',
+            'generation.student.kind: .*must be "embedded", "sglang" or "with_examples"',
         ),
         (EVALUATOR + "[generation.student]\nkind = 'sglang'", "generation.student.base_url: is missing"),
         (
@@ -372,7 +372,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_option_of_every_command_is_explained() -> None:
     (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
-    assert set(commands) == {"serve", "status", "abort", "plan", "why", "fetch-model", "version"}
+    assert set(commands) == {
+        "serve",
+        "status",
+        "abort",
+        "plan",
+        "why",
+        "try-handler",
+        "report",
+        "knobs",
+        "fetch-model",
+        "version",
+    }
     for name, command in commands.items():
         assert command.description
         assert command.epilog

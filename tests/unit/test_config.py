@@ -8,24 +8,33 @@ from pathlib import Path
 import pytest
 
 from py_scheduler.config import (
-    KNOBS,
     Config,
     EvaluatorSettings,
-    Knob,
-    Override,
     load_config,
-    overrides_of,
     parse_config,
 )
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.domain.resources import Resource
 from py_scheduler.errors import ConfigError
+from py_scheduler.knobs import Override
+from py_scheduler.rollout.dagger import DAggerSchedule, Decay
+from py_scheduler.rollout.filters import FilterSettings, Rejection
+from py_scheduler.rollout.reuse import ReuseSettings
+from py_scheduler.rollout.settings import RolloutSettings
+from py_scheduler.rollout.sources import SourceSettings
 
 EVALUATOR = """
 [[evaluator]]
 evaluator_id = "math"
 handler = "agents.math:MathAgent"
 resource = { concurrency = 8 }
+"""
+
+DATASET = """
+[[dataset]]
+name = "gsm8k"
+task_type = "math"
+path = "gsm8k.jsonl"
 """
 
 FULL = """
@@ -163,12 +172,86 @@ def test_only_an_evaluator_is_needed() -> None:
         (EVALUATOR.replace("agents.math:MathAgent", "agents/math.py"), "evaluator[0].handler", "module:Class"),
         (EVALUATOR.replace("agents.math:MathAgent", "os:system()"), "evaluator[0].handler", "module:Class"),
         (EVALUATOR * 2, "evaluator[1].evaluator_id", "taken by another"),
+        (EVALUATOR + "[rollout]\ngroup_per_step = 1", "rollout.group_per_step", "did you mean groups_per_step"),
+        (EVALUATOR + "[rollout]\ngroups_per_step = 0", "rollout.groups_per_step", ">= 1"),
+        (EVALUATOR + "[rollout]\nfile_format = 'csv'", "rollout.file_format", "is 'csv', must be one of parquet, pt"),
+        (EVALUATOR + "[rollout]\nartifact_dir = ''", "rollout.artifact_dir", "name a folder"),
+        (EVALUATOR + "[rollout]\nfilters = 1", "rollout.filters", "must be `object`"),
+        (EVALUATOR + "[rollout.filters]\nmin_scor = 1", "rollout.filters.min_scor", "did you mean min_score"),
+        (EVALUATOR + "[rollout.filters]\nrejection = 'all'", "rollout.filters.rejection", "off, threshold, spread"),
+        (EVALUATOR + "[rollout.filters]\nmin_spread = nan", "rollout.filters.min_spread", "at least 0"),
+        (EVALUATOR + "[rollout.dagger]\nbeta_start = 2", "rollout.dagger.beta_start", "from 0 to 1"),
+        (EVALUATOR + "[rollout.dagger]\nbeta = 1", "rollout.dagger.beta", "did you mean beta_end|known here"),
+        (EVALUATOR + "[rollout.reuse]\nmode = 'always'", "rollout.reuse.mode", "one of auto, never"),
+        (
+            EVALUATOR + "[rollout.reuse]\nforce_fresh = true\nreuse_dir = 'old'",
+            "rollout.reuse.force_fresh",
+            r"reuse_dir \(STACX_REUSE_PER_ITER_DIR\) for saved ones",
+        ),
+        (EVALUATOR + "dataset = 3", "evaluator[0].dataset", "unknown key"),
+        (EVALUATOR + "[dataset]\nname = 'a'", "dataset", r"write \[\[dataset\]\]"),
+        (EVALUATOR + DATASET + "pathh = 'x'", "dataset[0].pathh", "did you mean path"),
+        (EVALUATOR + DATASET + "kind = 'csv'", "dataset[0].kind", "must be one of jsonl"),
+        (EVALUATOR + DATASET + "weight = 0", "dataset[0].weight", "above 0"),
+        (EVALUATOR + DATASET + "repeat_times = 0", "dataset[0].repeat_times", "at least 1"),
+        (EVALUATOR + DATASET + "on_end = 'wrap'", "dataset[0].on_end", "one of restart, stop"),
+        (EVALUATOR + DATASET + "sampling = { top_p = 2 }", "dataset[0].sampling.top_p", "at most 1"),
+        (EVALUATOR + DATASET + "stopping = { turns = 2 }", "dataset[0].stopping.turns", "did you mean max_turns"),
+        (EVALUATOR + DATASET * 2, "dataset[1].name", "taken by another dataset"),
+        (EVALUATOR + DATASET.replace("dataset", "eval_dataset") * 2, "eval_dataset[1].name", "taken by another"),
     ],
 )
 def test_a_fault_names_its_key_and_the_way_out(text: str, key: str, description: str) -> None:
     faults = faults_of(text)
     assert list(faults) == [key]
     assert re.search(description, faults[key]), faults[key]
+
+
+def test_the_training_loop_and_its_data_sets() -> None:
+    text = """
+[rollout]
+groups_per_step = 4
+samples_per_group = 2
+n_samples_per_eval_prompt = 8
+artifact_dir = "out"
+save_eval_details = true
+[rollout.filters]
+rejection = "spread"
+finish_only = true
+[rollout.dagger]
+decay = "cosine"
+decay_iterations = 3
+[rollout.reuse]
+reuse_dir = "old"
+"""
+    config = parse_config(EVALUATOR + text + DATASET + DATASET.replace("dataset", "eval_dataset"))
+    assert config.rollout == RolloutSettings(
+        groups_per_step=4,
+        samples_per_group=2,
+        n_samples_per_eval_prompt=8,
+        artifact_dir="out",
+        save_eval_details=True,
+        filters=FilterSettings(rejection=Rejection.SPREAD, finish_only=True),
+        dagger=DAggerSchedule(decay=Decay.COSINE, decay_iterations=3),
+        reuse=ReuseSettings(reuse_dir="old"),
+    )
+    assert config.dataset == config.eval_dataset
+    assert config.dataset == (SourceSettings(name="gsm8k", task_type="math", path="gsm8k.jsonl"),)
+
+
+def test_the_faults_of_all_tables_of_the_loop_are_told_at_once() -> None:
+    text = (
+        "[rollout]\ngroups_per_step = 0\n[rollout.dagger]\nbeta_start = 2\nrate = 3\n[rollout.filters]\nx = 1\n"
+        "[[dataset]]\nname = 'a'\n[[eval_dataset]]\nname = 'a'\ntask_type = 'b'\nzzz = 1\n"
+    )
+    assert set(faults_of(EVALUATOR + text)) == {
+        "rollout.groups_per_step",
+        "rollout.dagger.beta_start",
+        "rollout.dagger.rate",
+        "rollout.filters.x",
+        "dataset[0].task_type",
+        "eval_dataset[0].zzz",
+    }
 
 
 def test_all_faults_are_told_at_once() -> None:
@@ -192,34 +275,24 @@ def test_another_host_needs_one() -> None:
     assert parse_config(text).server.listen == "0.0.0.0:1"
 
 
-def test_a_flag_beats_the_environment_which_beats_the_file() -> None:
-    environment = {"PY_SCHEDULER_LISTEN": "127.0.0.1:2", "PY_SCHEDULER_EVALUATOR_CONCURRENCY": "5", "HOME": "/"}
-    overrides = overrides_of({"--listen": "127.0.0.1:3", "--evaluator-batch-size": "9"}, environment)
-    assert {override.origin for override in overrides} == {
-        "--listen",
-        "--evaluator-batch-size",
-        "PY_SCHEDULER_EVALUATOR_CONCURRENCY",
-    }
-    config = parse_config(EVALUATOR + EVALUATOR.replace("math", "code") + "[server]\nlisten = '127.0.0.1:1'", overrides)
-    assert config.server.listen == "127.0.0.1:3"
-    assert [evaluator.batch_size for evaluator in config.evaluator] == [9, 9]
-    assert [evaluator.resource.concurrency for evaluator in config.evaluator] == [5, 5]
+def test_a_budget_without_a_concurrency_gets_the_default_of_its_variable() -> None:
+    text = EVALUATOR.replace("concurrency = 8", "gpu = 2")
+    assert parse_config(text).evaluator[0].resource == Resource(gpu=2, concurrency=4)
+    assert parse_config(EVALUATOR).evaluator[0].resource == Resource(concurrency=8)
+    assert parse_config(EVALUATOR).evaluator[0].run_resource == Resource()
 
 
-def test_a_knob_that_is_no_number_is_named_as_it_was_turned() -> None:
-    (override,) = overrides_of({}, {"PY_SCHEDULER_ENV_NUM_CPUS": "many"})
-    assert faults_of(EVALUATOR, override) == {"PY_SCHEDULER_ENV_NUM_CPUS": "is 'many', must be a number"}
-    (override,) = overrides_of({"--log-level": "loud"}, {})
-    assert faults_of(EVALUATOR, override) == {"--log-level": "is 'loud', must be one of debug, info, warning, error"}
-
-
-@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.flag)
-def test_every_knob_reaches_a_known_key(knob: Knob) -> None:
-    text = knob.choices[0] if knob.choices else "127.0.0.1:7" if knob.parse is str else "7"
-    (override,) = overrides_of({knob.flag: text}, {})
-    text = EVALUATOR + "[server]\n[cluster]\n"
-    before, after = parse_config(text), parse_config(text, [override])
-    assert before != after
+def test_relative_folders_count_from_the_configuration(tmp_path: Path) -> None:
+    text = (
+        "[rollout]\nartifact_dir = 'out'\n[rollout.reuse]\nreuse_dir = '../old'\n[scheduler]\nworkdir_root = 'work'\n"
+    )
+    config = parse_config(EVALUATOR + text).located(tmp_path)
+    assert config.rollout.artifact_dir == str(tmp_path / "out")
+    assert config.rollout.reuse.reuse_dir == str(tmp_path / "../old")
+    assert config.scheduler.workdir_root == str(tmp_path / "work")
+    again = parse_config(EVALUATOR + "[rollout]\nartifact_dir = '/out'").located(tmp_path)
+    assert again.rollout.artifact_dir == "/out"
+    assert (again.rollout.reuse.reuse_dir, again.scheduler.workdir_root) == ("", None)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

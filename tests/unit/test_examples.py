@@ -2,43 +2,115 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
+import msgspec
 import pytest
 
 from py_scheduler.adapters.llama_cpp import LlamaCppSettings
+from py_scheduler.adapters.sglang import SglangSettings
+from py_scheduler.adapters.with_examples import WithExamplesSettings
 from py_scheduler.app import build_generation, build_pool, build_specs
-from py_scheduler.config import convert_table, load_config, parse_config
+from py_scheduler.cli import main
+from py_scheduler.config import Config, convert_table, load_config, parse_config
+from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.domain.resources import Resource
 from py_scheduler.integrations.reasoning_gym import ReasoningGymAgent
+from py_scheduler.knobs import overrides_of
+from py_scheduler.rollout.dagger import DAggerSchedule
 from tests.support.scripted_episode import ScriptedEpisode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from py_scheduler.errors import FieldViolation
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["examples/scheduler.toml", "examples/demo.toml", "benches/noop.toml"])
+CONFIGURATIONS = [f"examples/{name}.toml" for name in ("scheduler", "demo", "dagger_loop", "swe")] + [
+    "benches/noop.toml"
+]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_configuration_loads_and_its_batches_fit_its_cluster(name: str) -> None:
     path = ROOT / name
     config = load_config(path)
     pool = build_pool(config, path.parent)
     assert pool is not None
-    for spec in build_specs(config, []):
+    faults: list[FieldViolation] = []
+    specs = build_specs(config, faults)
+    # A machine may be without what a sandbox needs; that is for the sandbox's own tests to say.
+    assert [fault for fault in faults if not fault.field.endswith("handler_args.sandbox")] == []
+    for spec in specs:
         assert pool.max_tokens_for(spec.sample_resource) >= spec.resource.concurrency
+
+
+def whole_example() -> str:
+    """examples/scheduler.toml with everything that is commented out in it."""
+    text = (ROOT / "examples/scheduler.toml").read_text(encoding="utf-8")
+    in_use = '[generation.student]\nkind = "sglang"\nbase_url = "http://127.0.0.1:30000"\n'
+    assert in_use in text
+    # What stands there as another way to have a teacher gets a name of its own.
+    text = text.replace(
+        '[generation.teacher]\n#kind = "with_examples"', '[generation.examples]\n#kind = "with_examples"'
+    )
+    return re.sub(r"(?m)^#(?=[\[a-z])", "", text.replace(in_use, ""))
+
+
+def keys_missing(table: dict[str, Any], target: type[msgspec.Struct], key: str = "") -> Iterator[str]:
+    """The keys of a Struct that a table lacks, with those of its inner tables; tables of a list have them together."""
+    for field in msgspec.structs.fields(target):
+        where = f"{key}.{field.name}".removeprefix(".")
+        annotations = (field.type, *get_args(field.type))
+        struct = next(
+            (part for part in annotations if isinstance(part, type) and issubclass(part, msgspec.Struct)), None
+        )
+        if field.name not in table:
+            yield where
+        elif struct in {Resource, SamplingParams, StoppingCriteria} and key:
+            continue  # shown in full once, and of a Resource as far as it makes sense
+        elif struct is not None:
+            value = table[field.name]
+            merged = (
+                {name: part for entry in value for name, part in entry.items()} if isinstance(value, list) else value
+            )
+            yield from keys_missing(merged, struct, where)
+
+
+def test_the_example_shows_every_key_of_every_table() -> None:
+    tables = tomllib.loads(whole_example())
+    assert {key for key in keys_missing(tables, Config) if not key.startswith("eval_dataset.")} == set()
+    assert set(tables["generation"]["teacher"]) == {"kind", "base_url", *SglangSettings.__struct_fields__}
+    assert set(tables["generation"]["examples"]) == {"kind", *WithExamplesSettings.__struct_fields__}
+
+
+def test_what_is_commented_out_shows_the_defaults() -> None:
+    """But for what may be left out altogether, which has no default to show."""
+    live = load_config(ROOT / "examples/scheduler.toml")
+    whole = parse_config(whole_example())
+    assert whole.server == live.server
+    left_out = {name: getattr(whole.scheduler, name) for name in ("workdir_root", "max_wait_seconds")}
+    assert whole.scheduler == msgspec.structs.replace(live.scheduler, **left_out)
+    assert whole.rollout == msgspec.structs.replace(live.rollout, dagger=DAggerSchedule())
+    assert whole.dataset[0] == live.dataset[0]
+    assert whole.eval_dataset == live.eval_dataset
+    teacher = dict(whole.generation["teacher"])
+    for key in ("kind", "base_url", "vocab_size", "context_length"):
+        del teacher[key]
+    assert convert_table(teacher, SglangSettings, "generation.teacher") == SglangSettings()
 
 
 def test_the_commented_tables_load_and_show_the_defaults() -> None:
     path = ROOT / "examples/scheduler.toml"
-    text = path.read_text(encoding="utf-8")
-    in_use = '[generation.student]\nkind = "sglang"\nbase_url = "http://127.0.0.1:30000"\n'
-    assert in_use in text
-    config = parse_config(re.sub(r"(?m)^#(?=[\[a-z])", "", text.replace(in_use, "")))
-    assert set(config.generation) == {"student", "teacher"}
+    config = parse_config(whole_example())
+    assert set(config.generation) == {"student", "teacher", "examples"}
     faults: list[FieldViolation] = []
     build_generation(config, path.parent, faults)
     assert {fault.field for fault in faults} <= {"generation.student.gguf_path"}, "the model may not be fetched yet"
@@ -46,6 +118,34 @@ def test_the_commented_tables_load_and_show_the_defaults() -> None:
     assert (student.pop("kind"), student.pop("gguf_path")) == ("embedded", "")
     assert set(student) == set(LlamaCppSettings.__struct_fields__) - {"threads"}
     assert convert_table(student, LlamaCppSettings, "generation.student") == LlamaCppSettings()
+
+
+# The SWE recipe's shape
+
+
+def test_the_swe_recipe_has_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(ROOT / "examples/swe.toml")
+    (evaluator,) = config.evaluator
+    assert evaluator.evaluator_id == "swe"
+    assert evaluator.resource == Resource(gpu=0, cpu=96, memory_gb=320, concurrency=4)
+    assert evaluator.run_resource == evaluator.eval_resource == Resource(gpu=0, cpu=4, memory_gb=16)
+    assert evaluator.default_stopping == StoppingCriteria(max_turns=100, max_context_len=65_536)
+    assert set(config.generation) == {"student", "teacher"}
+    assert config.rollout.dagger is not None
+    assert (config.rollout.dagger.beta(0), config.rollout.dagger.beta(10)) == (1.0, 0.0)
+    assert main(["plan", str(ROOT / "examples/swe.toml")]) == 0
+    assert re.search(r"\| swe +\| +4 \| +24 \| +6 \|", capsys.readouterr().out)
+
+
+def test_its_concurrency_is_for_the_variable_to_say(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STACX_DAGGER_ENV_CONCURRENCY", "24")
+    (evaluator,) = load_config(ROOT / "examples/swe.toml", overrides_of({}, os.environ)).evaluator
+    assert evaluator.resource.concurrency == 24
+    # 320 GiB hold 20 samples of 16, whatever the concurrency.
+    assert main(["plan", str(ROOT / "examples/swe.toml")]) == 0
+    assert re.search(r"\| swe +\| +20 \|", capsys.readouterr().out)
 
 
 async def test_the_own_handler_is_found_beside_its_configuration_and_solves(monkeypatch: pytest.MonkeyPatch) -> None:

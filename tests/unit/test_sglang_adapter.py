@@ -131,6 +131,19 @@ async def test_every_sampling_field_is_sent_and_the_unsaid_is_not() -> None:
     assert server.bodies[1]["sampling_params"] == {"max_new_tokens": 256, "stream_interval": 16}
 
 
+@pytest.mark.parametrize("heeds_seeds", [False, True])
+async def test_a_seed_that_the_server_ignores_is_told_once(heeds_seeds: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async with ScriptedSglang(heeds_seeds=heeds_seeds) as server:
+        engine = SglangEngine(server.base_url, settings=QUICK)
+        await engine.start()
+        await engine.generate(request("unsaid"))
+        assert "ignores sampling_seed" not in caplog.text
+        for rid in ("first", "second"):
+            await engine.generate(request(rid, sampling_seed=3))
+        await engine.close()
+    assert caplog.text.count("ignores sampling_seed") == (0 if heeds_seeds else 1)
+
+
 async def test_text_and_conversations_are_encoded_by_the_server() -> None:
     async with engine_on() as (engine, _server):
         assert await engine.encode("ab") == [97, 98]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 from py_scheduler.domain.generation import SamplingParams
+from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.limits import MAX_NAME_LENGTH, MAX_REPEAT_TIMES, MAX_VIOLATIONS
 from py_scheduler.domain.requests import SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
@@ -45,6 +46,43 @@ def travel(tasks: list[Task], batch_id: BatchId = 1, max_tasks: int = 10, max_by
 @given(st.lists(strategies.tasks, min_size=1, max_size=6), strategies.batch_ids, st.integers(1, 3), st.integers(1, 200))
 def test_tasks_travel_unchanged(tasks: list[Task], batch_id: BatchId, max_tasks: int, max_bytes: int) -> None:
     assert travel(tasks, batch_id, max_tasks, max_bytes).tasks == tuple(tasks)
+
+
+@given(strategies.iterations)
+def test_an_iteration_travels_unchanged_with_every_chunk(iteration: IterationContext) -> None:
+    tasks = [Task(config=TaskConfig(task_type="a"))] * 5
+    chunks = list(encode_submission_chunks(tasks, SubmissionKey(1), "r", 2, 1 << 20, iteration))
+    decoded = [
+        decode_submit_request(service.SubmitTasksRequest.FromString(chunk.request.SerializeToString()), MAX_TASKS)
+        for chunk in chunks
+    ]
+    assert [request.iteration for request in decoded] == [iteration] * 3
+    assert [request.request_id for request in decoded] == ["r", "r/1", "r/2"]
+
+
+def test_nothing_said_of_the_step_is_not_step_0() -> None:
+    assert decode_submit_request(request(), MAX_TASKS).iteration is None
+    said = decode_submit_request(request(iteration=task_pb2.IterationContext()), MAX_TASKS)
+    assert said.iteration == IterationContext(rollout_id=0)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "field"),
+    [
+        (IterationContext(rollout_id=-1), "iteration.rollout_id"),
+        (IterationContext(rollout_id=0, beta=1.01), "iteration.beta"),
+        (IterationContext(rollout_id=0, beta=math.inf), "iteration.beta"),
+        (IterationContext(rollout_id=0, t_max=-1), "iteration.t_max"),
+    ],
+)
+def test_an_iteration_that_cannot_be_is_refused_at_both_ends(iteration: IterationContext, field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        list(
+            encode_submission_chunks([Task(config=TaskConfig(task_type="a"))], SubmissionKey(1), "r", 2, 99, iteration)
+        )
+    assert [violation.field for violation in raised.value.violations] == [field]
+    sent = task_pb2.IterationContext(rollout_id=iteration.rollout_id, beta=iteration.beta, t_max=iteration.t_max)
+    assert list(faults_of(request(iteration=sent))) == [field]
 
 
 def test_no_stops_at_all_is_not_the_same_as_nothing_said() -> None:

@@ -1,0 +1,36 @@
+"""`py-scheduler knobs`: every flag and variable, for a terminal, as Markdown, or put into a document."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+from py_scheduler.errors import ConfigError
+from py_scheduler.knobs import CONFIG, KNOBS, knob_table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+BEGIN = "<!-- knobs: written by `py-scheduler knobs --write README.md` -->\n"
+END = "<!-- end of knobs -->\n"
+
+
+def show_knobs(console: Console) -> None:
+    table = Table("flag or variable", "key of the file", "default", "what it sets", box=box.ASCII2)
+    for knob in (CONFIG, *KNOBS):
+        names = f"{knob.flag}\n{knob.variable}".strip()
+        table.add_row(names, "\n".join(knob.keys) or ("(by the rollout)" * knob.is_code_set), knob.default, knob.help)
+    console.print(table)
+
+
+def write_knobs(path: Path) -> None:
+    """Replaces the table between the two marks of a document. Raises ConfigError when they are not there."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ConfigError(f"{path} has no lines {BEGIN.strip()} and {END.strip()}: add them where the table is to be")
+    path.write_text(f"{before}{begin}{knob_table()}{end}{after}", encoding="utf-8")

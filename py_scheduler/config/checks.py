@@ -1,0 +1,134 @@
+"""What types cannot say: ranges of finite numbers, names, addresses, ids that are taken."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+from py_scheduler.config.tables import UNIX_PREFIX
+from py_scheduler.domain.limits import check_sampling, check_stopping, name_fault
+from py_scheduler.domain.resources import check_extras
+from py_scheduler.errors import FieldViolation, InvalidArgumentError
+from py_scheduler.rollout.reuse import FORCE_FRESH, REUSE, REUSE_DIR
+from py_scheduler.rollout.sources import check_source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import msgspec
+
+    from py_scheduler.config.tables import Config, EvaluatorSettings, ServerSettings
+    from py_scheduler.rollout.settings import RolloutSettings
+    from py_scheduler.rollout.sources import SourceSettings
+
+_MAX_PORT = 65_535
+_HANDLER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
+_LOOPBACK = re.compile(r"^(127(\.\d{1,3}){3}|localhost|\[::1\])$")
+_MAX_STOP_GRACE_SECONDS = 600.0
+
+
+def check(config: Config) -> Iterator[FieldViolation]:
+    """Everything that is wrong with a configuration whose types are right."""
+    yield from _check_listen(config.server)
+    yield from _check_numbers(config.scheduler, "scheduler")
+    yield from _check_numbers(config.cluster, "cluster")
+    yield from _check_numbers(config.server, "server")
+    if config.scheduler.max_running_samples < 1:
+        yield FieldViolation("scheduler.max_running_samples", "must be at least 1, or nothing would ever run")
+    if _MAX_STOP_GRACE_SECONDS < config.scheduler.stop_grace_seconds < math.inf:
+        yield FieldViolation("scheduler.stop_grace_seconds", f"must be at most {_MAX_STOP_GRACE_SECONDS:g}")
+    yield from _prefixed("sampling", check_sampling(config.sampling))
+    yield from _prefixed("stopping", check_stopping(config.stopping))
+    for role in config.generation:
+        if fault := name_fault(role):
+            yield FieldViolation(f"generation.{role}", fault)
+    if not config.evaluator:
+        yield FieldViolation(
+            "evaluator", "there is none: add an [[evaluator]] table with evaluator_id, handler, resource"
+        )
+    ids = [evaluator.evaluator_id for evaluator in config.evaluator]
+    for number, evaluator in enumerate(config.evaluator):
+        key = f"evaluator[{number}]"
+        yield from _check_evaluator(evaluator, key)
+        if evaluator.evaluator_id in ids[:number]:
+            yield FieldViolation(f"{key}.evaluator_id", f"{evaluator.evaluator_id!r} is taken by another evaluator")
+
+    yield from _check_rollout(config.rollout)
+    for key in ("dataset", "eval_dataset"):
+        yield from _check_sources(getattr(config, key), key)
+
+
+def _check_listen(server: ServerSettings) -> Iterator[FieldViolation]:
+    listen = server.listen
+    if listen.startswith(UNIX_PREFIX):
+        if listen == UNIX_PREFIX:
+            yield FieldViolation("server.listen", 'names no path: write "unix:/path/of/the.sock"')
+        return
+    host, colon, port = listen.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) <= _MAX_PORT):
+        yield FieldViolation("server.listen", f'is {listen!r}, must be "host:port" or "unix:/path"')
+    elif not _LOOPBACK.match(host) and not server.insecure_remote:
+        yield FieldViolation(
+            "server.listen",
+            f"{host} is not loopback, and there is no TLS and no token yet: anybody who reaches the port could use the "
+            "service. Listen on 127.0.0.1, or set server.insecure_remote = true on a network that you trust",
+        )
+
+
+def _check_evaluator(evaluator: EvaluatorSettings, key: str) -> Iterator[FieldViolation]:
+    if fault := name_fault(evaluator.evaluator_id):
+        yield FieldViolation(f"{key}.evaluator_id", fault)
+    if not _HANDLER.match(evaluator.handler):
+        yield FieldViolation(f"{key}.handler", f'is {evaluator.handler!r}, must be "module:Class"')
+    yield from _prefixed(f"{key}.default_sampling", check_sampling(evaluator.default_sampling))
+    yield from _prefixed(f"{key}.default_stopping", check_stopping(evaluator.default_stopping))
+    for name in ("resource", "run_resource", "eval_resource"):
+        resource = getattr(evaluator, name)
+        if resource is not None:
+            yield from _check_numbers(resource, f"{key}.{name}")
+            yield from _prefixed(f"{key}.{name}", check_extras(resource, is_budget=name == "resource"))
+            if resource.concurrency < 1:
+                yield FieldViolation(f"{key}.{name}.concurrency", "must be at least 1")
+    if evaluator.eval_resource is not None:
+        try:
+            evaluator.run_resource.field_max(evaluator.eval_resource)
+        except InvalidArgumentError as error:
+            yield from _prefixed(f"{key}.eval_resource", error.violations)
+    for name in ("run_timeout_seconds", "eval_timeout_seconds", "solve_threshold"):
+        value = getattr(evaluator, name)
+        if value is not None and not math.isfinite(value):
+            yield FieldViolation(f"{key}.{name}", f"is {value}, must be a finite number")
+
+
+def _check_rollout(rollout: RolloutSettings) -> Iterator[FieldViolation]:
+    if not rollout.artifact_dir:
+        yield FieldViolation("rollout.artifact_dir", "must not be empty: name a folder")
+    reuse = rollout.reuse
+    if reuse.force_fresh and (reuse.reuse_rollout or reuse.reuse_dir):
+        key, variable = ("reuse_rollout", REUSE) if reuse.reuse_rollout else ("reuse_dir", REUSE_DIR)
+        yield FieldViolation(
+            "rollout.reuse.force_fresh",
+            f"({FORCE_FRESH}) asks for fresh samples, {key} ({variable}) for saved ones: take one of them away",
+        )
+
+
+def _check_sources(sources: Sequence[SourceSettings], table: str) -> Iterator[FieldViolation]:
+    names = [source.name for source in sources]
+    for number, source in enumerate(sources):
+        key = f"{table}[{number}]"
+        yield from _prefixed(key, check_source(source))
+        if source.name in names[:number]:
+            yield FieldViolation(f"{key}.name", f"{source.name!r} is taken by another {table}")
+
+
+def _check_numbers(settings: msgspec.Struct, key: str) -> Iterator[FieldViolation]:
+    for field in settings.__struct_fields__:
+        value = getattr(settings, field)
+        if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+            yield FieldViolation(f"{key}.{field}", f"is {value}, must be a finite number and not negative")
+
+
+def _prefixed(prefix: str, violations: Iterable[FieldViolation]) -> Iterator[FieldViolation]:
+    for violation in violations:
+        yield FieldViolation(f"{prefix}.{violation.field}", violation.description)
