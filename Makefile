@@ -20,17 +20,23 @@ MODEL_READY := $(VENV)/.stamp-model
 BUILT := $(VENV)/.stamp-built
 RAY_VENV := .venv-ray
 RAY_READY := $(RAY_VENV)/.stamp-$(shell cksum < requirements/ray.txt | cut -d ' ' -f 1)
+SGLANG_VENV := .venv-sglang
+SGLANG_READY := $(SGLANG_VENV)/.stamp-$(shell cksum < requirements/sglang.txt | cut -d ' ' -f 1)
+# Models that SGLang serves, named by what makes them.
+TINY_MODEL := target/sglang/tiny-$(shell cksum < tests/sglang/make_tiny_model.py | cut -d ' ' -f 1)
+SMOLLM2 := target/sglang/smollm2-$(shell cksum < examples/sglang/dequantise.py | cut -d ' ' -f 1)
 
 RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 	$(shell find placement_core -name target -prune -o \( -name '*.rs' -o -name '*.toml' \) -print 2>/dev/null)
 PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
 .PHONY: help demo test check bench bench-placement build proto proto-baseline format requirements clean \
-	test-rust test-python check-rust check-style check-types check-layers check-proto
+	deny package demo-sglang test-sglang test-rust test-python check-rust check-style check-types check-layers check-proto
 
 help:
 	@echo "make demo            run a rollout against a real language model, server and client in two processes"
 	@echo "make test            Rust and Python tests"
+	@echo "make test-sglang     tests against real SGLang servers on the CPU, and make demo-sglang: the demo on one"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
 	@echo "make bench           placement beside what people use (BENCH_RAY=0: without Ray), and no-op throughput"
 	@echo "make build           build the extension and install the package into .venv, editable"
@@ -60,6 +66,25 @@ $(RAY_READY): | $(VENV_READY)
 	$(BIN)/uv pip install --quiet --python $(RAY_VENV)/bin/python -r requirements/ray.txt
 	@touch $@
 
+# The list is complete, so nothing is resolved anew: SGLang would ask for much more than it needs on a CPU.
+$(SGLANG_READY): | $(VENV_READY)
+	rm -rf $(SGLANG_VENV)
+	$(PYTHON) -m venv --without-pip $(SGLANG_VENV)
+	$(BIN)/uv pip install --quiet --no-deps --python $(SGLANG_VENV)/bin/python -r requirements/sglang.txt
+	@touch $@
+
+# Compiled modules are kept whatever the caller prefers: SGLang and torch have thousands, and several processes start.
+SGLANG_PYTHON := env --unset=PYTHONDONTWRITEBYTECODE $(SGLANG_VENV)/bin/python
+
+$(TINY_MODEL)/.stamp: | $(SGLANG_READY)
+	$(SGLANG_PYTHON) tests/sglang/make_tiny_model.py $(TINY_MODEL)
+	@touch $@
+
+$(SMOLLM2)/.stamp: | $(SGLANG_READY) $(BUILT) $(MODEL_READY)
+	gguf=$$($(BIN)/python -c 'from py_scheduler.adapters.model_store import fetch_smollm2; print(fetch_smollm2())') && \
+		$(SGLANG_PYTHON) examples/sglang/dequantise.py "$$gguf" $(SMOLLM2)
+	@touch $@
+
 # On top of the demo's set: the same versions, and more.
 $(DEV_READY): requirements/dev.txt $(DEMO_READY)
 	$(INSTALL) -r requirements/dev.txt
@@ -83,6 +108,10 @@ build: $(BUILT)
 demo: $(BUILT) $(MODEL_READY)
 	$(BIN)/py-scheduler fetch-model
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+demo-sglang: $(BUILT) $(SMOLLM2)/.stamp
+	$(SGLANG_PYTHON) examples/sglang/serve_cpu.py $(SMOLLM2) --log demo_output/sglang.log -- \
+		$(BIN)/python examples/demo.py --config examples/sglang/demo.toml $(DEMO_ARGS)
 
 bench: bench-placement
 	$(BIN)/python benches/noop_throughput.py $(BENCH_ARGS)
@@ -115,6 +144,13 @@ test-python: $(BUILT) $(DEV_READY) $(MODEL_READY)
 	$(BIN)/py-scheduler fetch-model
 	$(BIN)/python -m pytest tests $(TEST_ARGS)
 
+# A test's limit includes the start of the servers it needs.
+test-sglang: $(BUILT) $(DEV_READY) $(TINY_MODEL)/.stamp $(SMOLLM2)/.stamp
+	TEST_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python TEST_TINY_MODEL=$(CURDIR)/$(TINY_MODEL) \
+		TEST_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/python -m pytest tests/sglang --timeout 600 $(TEST_ARGS)
+	TEST_TORCH_PACKAGES=$$(echo $(CURDIR)/$(SGLANG_VENV)/lib/python3*/site-packages) \
+		$(BIN)/python -m pytest tests/unit/test_rollout_store.py
+
 # --------------------------------------------------------------------------------------------------------------- check
 
 check: check-style check-rust check-layers check-proto check-types
@@ -143,6 +179,23 @@ check-rust:
 	fi; \
 	echo "placement_core is free of PyO3"
 
+# Licences, bans and sources of every crate. Its own build takes minutes, once. (Advisories need a fetched database and
+# are not asked: their news would fail a commit that changed nothing.)
+DENY_VERSION := 0.20.2
+DENY_ROOT := target/tools
+DENY := $(DENY_ROOT)/bin/cargo-deny
+
+$(DENY): Makefile
+	cargo install --quiet --locked --root $(DENY_ROOT) cargo-deny@$(DENY_VERSION)
+	@touch $@
+
+deny: $(DENY)
+	$(DENY) --all-features --locked check licenses bans sources
+
+# The crate as it would be published, built from its own archive.
+package:
+	cargo package --locked --package placement_core $(PACKAGE_ARGS)
+
 check-proto: $(DEV_READY)
 	cd proto && ../$(BIN)/buf lint
 	cd proto && ../$(BIN)/buf breaking --against baseline.binpb
@@ -169,8 +222,9 @@ requirements: $(VENV_READY)
 	$(COMPILE) --all-extras --group dev --output-file requirements/dev.txt
 	$(COMPILE) --extra demo --group build --constraint requirements/dev.txt --output-file requirements/demo.txt
 	$(subst pyproject.toml,--group ray,$(COMPILE)) --output-file requirements/ray.txt
+	$(subst pyproject.toml,--group sglang,$(COMPILE)) --output-file requirements/sglang.txt
 
 clean:
-	rm -rf $(VENV) $(RAY_VENV) target dist build demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(RAY_VENV) $(SGLANG_VENV) target dist build dagger_output demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache .benchmarks py_scheduler/_placement_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

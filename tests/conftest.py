@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,11 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# torch is gigabytes, so the tests' own environment has none: where another one does, it is borrowed from there, behind
+# everything of our own.
+if "TEST_TORCH_PACKAGES" in os.environ:
+    sys.path.append(os.environ["TEST_TORCH_PACKAGES"])
 
 # Neither a slow example nor slow generation is a fault on a machine that does something else beside the tests.
 settings.register_profile("py-scheduler", deadline=None, suppress_health_check=[HealthCheck.too_slow])
