@@ -2,6 +2,9 @@
 //!
 //! A token refers to its lease and never the other way round, so there are no cycles; the room is held until it is
 //! released or the lease and all token objects read from it are gone.
+//!
+//! Invariant: a lease's mutex is never held while Python code could run, which making an exception may (an import, a
+//! collection with its finalisers): whoever waits for the mutex waits with the interpreter's lock.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -55,7 +58,8 @@ impl Lease {
 
     /// Gives back what is still held. `LeaseError` the second time.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        self.lock().release().map_err(|error| map(py, &error, "lease"))
+        let released = self.lock().release();
+        released.map_err(|error| map(py, &error, "lease"))
     }
 
     fn __len__(&self) -> usize {
@@ -122,7 +126,8 @@ impl PlacementToken {
 
     /// Gives the room back. `LeaseError` the second time, or after the lease was released.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        self.lease.get().lock().release_token(self.index).map_err(|error| map(py, &error, "token"))
+        let released = self.lease.get().lock().release_token(self.index);
+        released.map_err(|error| map(py, &error, "token"))
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
