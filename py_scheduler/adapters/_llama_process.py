@@ -7,6 +7,7 @@ in a session of its own, so that a Ctrl-C meant for the scheduler does not end g
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import sys
 from collections import deque
@@ -39,6 +40,8 @@ class LlamaProcess:
 
     async def start(self, timeout_seconds: float) -> str:
         """The server's address once the model is loaded. Raises EngineUnavailableError with what the child said."""
+        if importlib.util.find_spec("xllamacpp") is None:
+            raise EngineUnavailableError("the embedded engine needs xllamacpp: install py-scheduler[embedded]")
         # -P: beside the script lie modules of this package that must not pass for top-level ones.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,

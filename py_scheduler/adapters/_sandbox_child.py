@@ -6,8 +6,9 @@
 
 Invariants: once the report is written, nothing that the command started is alive; the same when standard input closes,
 which is how the parent stops it, and when the supervisor is killed. A wall that was asked for and cannot be had is a
-failure, and the command is not started. Without namespaces (`namespaces: false`, which the parent chooses openly) there
-is no init, and processes are found by their parents instead.
+failure, and the command is not started. Once it is started, whatever comes is its result, even that init has ended.
+Without namespaces (`namespaces: false`, which the parent chooses openly) there is no init, and processes are found by
+their parents instead.
 
 A process of its own because namespaces are entered by a process with one thread. It imports next to nothing, so that it
 starts within milliseconds.
@@ -25,6 +26,7 @@ import sys
 import time
 from typing import Any
 
+from py_scheduler.adapters._sandbox_calls import refuse_calls
 from py_scheduler.adapters._sandbox_walls import (
     NOBODY,
     adopt_orphans,
@@ -69,6 +71,8 @@ def _supervise(request: dict[str, Any]) -> dict[str, Any]:
         drops_root = enter_namespaces(has_network=request["network"])
         enter_new_root(request["workdir"], request["readable"], owner=NOBODY if drops_root else None)
     else:
+        if not os.access(request["workdir"], os.X_OK):
+            os.chmod(request["workdir"], 0o700)  # an earlier command has closed its own folder
         os.chdir(request["workdir"])
         adopt_orphans()
         _children(os.getpid())  # a kernel that does not tell them could not be made to keep the first invariant
@@ -92,14 +96,24 @@ def _supervise(request: dict[str, Any]) -> dict[str, Any]:
     status = _end(child, has_init=request["namespaces"])
     seconds = time.monotonic() - started
     output.read_rest(output_read)
-    # A command that could not be started has noted why before init noted its end.
-    note: dict[str, Any] = json.loads(os.read(notes_read, _PIECE_BYTES).partition(b"\n")[0] or b"{}")
-    if request["namespaces"] and not note and not timed_out:
-        note = {"failure": "init: it was killed"}
-    if "failure" in note:
-        return note
-    report = _report(note.get("status", status), output, timed_out=timed_out)
+    notes = _read_notes(notes_read)
+    if "failure" in notes:
+        return {"failure": notes["failure"]}
+    if request["namespaces"] and "status" not in notes and not timed_out:
+        if "begun" not in notes:
+            return {"failure": "init: it was killed"}
+        # The command has found a way to end init, which was its own end.
+        status = signal.SIGKILL
+    report = _report(notes.get("status", status), output, timed_out=timed_out)
     return {**report, "seconds": seconds, "drops_root": drops_root}
+
+
+def _read_notes(descriptor: int) -> dict[str, Any]:
+    """What was noted, in one: `begun` before the command takes over, then perhaps `failure`, then `status`."""
+    notes: dict[str, Any] = {}
+    for line in os.read(descriptor, _PIECE_BYTES).splitlines():
+        notes |= json.loads(line)
+    return notes
 
 
 def _report(status: int, output: _Output, *, timed_out: bool) -> dict[str, Any]:
@@ -128,8 +142,9 @@ class _Output:
 
     def __init__(self, max_bytes: int) -> None:
         self._half = max(1, max_bytes // 2)
-        self._head = b""
-        self._tail = b""
+        # Pieces are often small, and the limit need not be.
+        self._head = bytearray()
+        self._tail = bytearray()
         self._total = 0
 
     def read(self, descriptor: int) -> bool:
@@ -137,7 +152,8 @@ class _Output:
         self._total += len(piece)
         room = self._half - len(self._head)
         self._head += piece[:room]
-        self._tail = (self._tail + piece[room:])[-self._half :]
+        self._tail += piece[room:]
+        del self._tail[: -self._half]
         return bool(piece)
 
     def read_rest(self, descriptor: int) -> None:
@@ -197,12 +213,15 @@ def _end(child: int, *, has_init: bool) -> int:
 
 
 def _descendants(parent: int) -> list[int]:
-    found = []
-    try:
-        for child in _children(parent):
-            found += [child, *_descendants(child)]
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # it has ended meanwhile
+    found: list[int] = []
+    parents = [parent]
+    while parents:
+        try:
+            children = _children(parents.pop())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+        found += children
+        parents += children
     return found
 
 
@@ -220,6 +239,8 @@ def _be_init(request: dict[str, Any], drops_root: bool, leash: int, descriptors:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     die_with_parent()
+    # Process 1 gets those signals only that it has a handler for, and Python has one for this.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # A supervisor that died before that line cannot say this any more.
     if not os.read(leash, 1):
         os._exit(1)
@@ -246,11 +267,13 @@ def _be_command(request: dict[str, Any], descriptors: tuple[int, int, int]) -> N
         gain_no_rights()
         if request["landlock"]:
             restrict_files(request["workdir"], request["readable"])
+        refuse_calls()
         _write_files(request["files"])
         _limit(request["limits"])
         # Python ignores these, and what is ignored stays so in the programs it starts.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        _note(notes, {"begun": True})
         _execute(request["command"], request["environment"])
     except OSError as error:
         _note(notes, {"failure": f"{error.filename}: {error.strerror}"})

@@ -5,16 +5,22 @@ What is in force, where the kernel lets an ordinary user make namespaces (`netwo
 - no network at all, not even this machine's own; no other process is to be seen or signalled;
 - a root of its own: the system's programs and libraries, Python and `readable_paths`, all read-only; one folder to
   write to, the episode's, which stands there as /sandbox and is HOME and TMPDIR. No /proc, no sockets of this machine;
-- a server that runs as root leaves root for nobody; no program can gain rights (no_new_privs);
+- a server that runs as root leaves root for nobody; no program can gain rights (no_new_privs, no user namespaces);
+- system calls that would pass by all this are refused: sockets other than local, IP and netlink ones (vsock leads to
+  the host of a virtual machine), kernel keyrings, io_uring, 32-bit programs, and memory that no limit of a process
+  counts (memfd, System V shared memory, message queues and semaphores);
 - limits of wall and processor time, memory of each process, number of processes, size of each file, open files; no
   core files; output within bytes; standard input is empty, no descriptor and no environment variable is handed down.
 
-Without namespaces, which needs `network = "allow"`: Landlock keeps the command to the same files, the limits stand but
-the number of processes is not bounded, the command runs as the server's user and may use the network.
+Without namespaces, which needs `network = "allow"`: Landlock keeps the command to the same files, system calls are
+refused and the limits stand as above, but the number of processes is not bounded, the command runs as the server's user
+and may use the network. A kernel older than 6.12 does not keep its signals inside then: it can kill the server.
 
-What it does not do: it shares the kernel, so a fault of the kernel is a way out; memory and files are bounded for each
-process and file and not in sum (processes x memory_mib at most, and the disk); whatever lies under /usr can be read.
-For code that is hostile rather than merely unknown, run the whole server in a virtual machine.
+What it does not do: it shares the kernel, so a fault of the kernel is a way out. Memory and files are bounded for each
+process and file and not in sum: processes x memory_mib at most, and what the kernel holds for them beside that (pages
+of files, and what waits in pipes and sockets, a few MiB for each of `open_files`); the disk takes any number of files.
+Whatever lies under /usr can be read. For code that is hostile rather than merely unknown, run the whole server in a
+virtual machine.
 
 A child process starts anew for every command, some 0.1 s: nothing is kept from one to the next but the folder.
 """
@@ -24,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +41,7 @@ import msgspec
 
 from py_scheduler.adapters._sandbox_walls import WORKDIR
 from py_scheduler.domain.sandbox import PYTHON, SandboxResult
-from py_scheduler.errors import SandboxError
+from py_scheduler.errors import InvalidArgumentError, SandboxError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -91,9 +98,24 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     files: Literal["confine", "allow"] = "confine"
     """ "allow" does without any wall around files where neither namespaces nor Landlock are to be had."""
     python: str = ""
-    """The interpreter; default: the one that this server's is made from, without its installed packages."""
+    """The interpreter, by an absolute path or a name in PATH; default: the one that this server's is made from, without
+    its installed packages. What lies beside its bin/ is readable."""
     readable_paths: tuple[str, ...] = ()
     """More that commands may read, such as a virtual environment; absolute paths."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgumentError for what would depend on the server's working directory."""
+        for path in self.readable_paths:
+            if not Path(path).is_absolute() or not os.path.normpath(path).strip("/"):
+                raise InvalidArgumentError(f"has {path!r}, must be absolute paths, and not /", "readable_paths")
+        if self.python:
+            found = self.python if "/" in self.python else shutil.which(self.python) or ""
+            if not Path(found).is_absolute():
+                raise InvalidArgumentError(
+                    f"is {self.python!r}, must be an absolute path or the name of a program that PATH leads to",
+                    "python",
+                )
+            msgspec.structs.force_setattr(self, "python", found)
 
 
 class _Walls(msgspec.Struct, frozen=True):
@@ -104,10 +126,11 @@ class _Walls(msgspec.Struct, frozen=True):
 
     def describe(self, settings: SandboxSettings, report: _Report) -> tuple[str, ...]:
         network = "no network" if settings.network == "deny" else "network open"
+        always = ("system calls filtered", "limits")
         if not self.namespaces:
-            return (network, "files confined by Landlock" if self.landlock else "files open", "limits")
+            return (network, "files confined by Landlock" if self.landlock else "files open", *always)
         user = ("user nobody instead of root",) if report.drops_root else ()
-        return (network, "own processes", "own root file system", *user, "limits")
+        return (network, "own processes", "own root file system", *user, *always)
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -152,13 +175,14 @@ class ProcessSandbox:
         workdir: Path,
         files: Mapping[str, str] | None = None,
         timeout_seconds: float | None = None,
+        max_output_bytes: int | None = None,
     ) -> SandboxResult:
         """See the port."""
         if self._walls is None:
             await asyncio.to_thread(self.probe)
         assert self._walls is not None
         seconds = self._settings.timeout_seconds if timeout_seconds is None else timeout_seconds
-        line = self._request(self._walls, command, workdir, files or {}, seconds)
+        line = self._request(self._walls, command, workdir, files or {}, seconds, max_output_bytes)
         report = await _converse(line, seconds + _ANSWER_SECONDS)
         if report.failure:
             raise SandboxError(f"the sandbox failed at {report.failure}")
@@ -190,9 +214,12 @@ class ProcessSandbox:
             if not report.failure:
                 return walls, report
             failures.append(report.failure)
-        raise SandboxError(f"the sandbox cannot be had here, it failed at {'; '.join(failures)}. {self._way_out()}")
+        way_out = self._way_out(failures[-1])
+        raise SandboxError(f"the sandbox cannot be had here, it failed at {'; '.join(failures)}. {way_out}")
 
-    def _way_out(self) -> str:
+    def _way_out(self, failure: str) -> str:
+        if failure.startswith(self._python):
+            return "Correct `python` and `readable_paths`, or raise the limits"
         if self._settings.network == "deny":
             return (
                 "Let unprivileged users make namespaces on this machine (in containers: a seccomp profile that allows "
@@ -200,10 +227,16 @@ class ProcessSandbox:
             )
         if self._settings.files == "confine":
             return 'Use a kernel with Landlock, or set files = "allow" to leave files open too'
-        return "Correct `python` and `readable_paths`, or raise the limits"
+        return "Correct `readable_paths`"
 
     def _request(
-        self, walls: _Walls, command: Sequence[str], workdir: Path, files: Mapping[str, str], seconds: float
+        self,
+        walls: _Walls,
+        command: Sequence[str],
+        workdir: Path,
+        files: Mapping[str, str],
+        seconds: float,
+        max_output_bytes: int | None = None,
     ) -> bytes:
         settings = self._settings
         limits = {
@@ -228,7 +261,7 @@ class ProcessSandbox:
                 "LANG": "C.UTF-8",
             },
             "timeout_seconds": seconds,
-            "max_output_bytes": settings.max_output_bytes,
+            "max_output_bytes": max_output_bytes or settings.max_output_bytes,
             "limits": limits,
             "namespaces": walls.namespaces,
             "landlock": walls.landlock,
@@ -241,9 +274,12 @@ class ProcessSandbox:
         yield from _SYSTEM
         if self._settings.network == "allow":
             yield from _SYSTEM_FOR_NETWORK
-        # bin/ and lib/ lie beside one another, in an installation and in a virtual environment.
+        # bin/ and lib/ lie beside one another, in an installation and in a virtual environment; those of / are there.
         for python in (self._python, os.path.realpath(self._python)):
-            yield str(Path(python).parent.parent)
+            folder = Path(python).parent
+            readable = folder.parent if folder.name == "bin" else Path(python)
+            if readable != Path("/"):
+                yield str(readable)
         yield from self._settings.readable_paths
 
 

@@ -49,10 +49,12 @@ class Sandbox(Protocol):
         workdir: Path,
         files: Mapping[str, str] | None = None,
         timeout_seconds: float | None = None,
+        max_output_bytes: int | None = None,
     ) -> SandboxResult:
         """Runs a command in `workdir`, the one folder that it can write to and that outlives it.
 
-        files: written into the folder beforehand, by name. timeout_seconds: of wall time; None: the sandbox's own.
+        files: written into the folder beforehand, by name. timeout_seconds: of wall time; max_output_bytes: kept of
+        what it prints; None: the sandbox's own.
         When this returns, raises or is cancelled, nothing that the command started is alive.
         Raises SandboxError when the sandbox fails, never for what the command does.
         """

@@ -6,14 +6,19 @@ Invariant: everything lies below one folder of this engine's, which goes with it
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-import shutil
+import secrets
 import tempfile
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_log = logging.getLogger(__name__)
 
 
 class Workdirs:
@@ -34,9 +39,12 @@ class Workdirs:
         return path
 
     async def remove(self, paths: Iterable[Path]) -> None:
-        """What cannot be removed now goes with the engine, if it can."""
+        """Never raises: what cannot be removed is logged, and now goes with the engine, if it can."""
         for path in paths:
-            await asyncio.to_thread(_remove, path)
+            try:
+                await asyncio.to_thread(_remove, path)
+            except Exception as error:  # noqa: BLE001 - whatever an episode left there, the server goes on
+                _log.warning("the folder %s of an episode stays: %s", path, error)
 
     async def close(self) -> None:
         """Removes everything that is still there."""
@@ -45,13 +53,46 @@ class Workdirs:
             self._own = None
 
 
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
 def _remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        # An episode may have closed a folder to its own owner: open all of them, and try once more.
-        path.chmod(0o700)
-        for folder, names, _ in os.walk(path):
-            for inner in (Path(folder, name) for name in names):
-                if not inner.is_symlink():
-                    inner.chmod(0o700)
-        shutil.rmtree(path, ignore_errors=True)
+    """Takes a tree apart: what folders it finds are moved up to `path` and emptied there, so none lies deep in others.
+
+    A tree may be deeper than a path is long and than calls can nest, may be closed to its own owner, and may have
+    filled the disk, so that nothing new can be made. Raises OSError when something stays.
+    """
+    if not path.exists():
+        return
+    path.chmod(0o700)
+    heap = os.open(path, _OPEN_FOLDER)
+    names = (f"{secrets.token_hex(8)}-{number}" for number in count())
+    waiting: list[str] = []
+
+    def empty(folder: int) -> None:
+        with os.scandir(folder) as entries:
+            found = sorted((entry.is_dir(follow_symlinks=False), entry.name) for entry in entries)
+        for is_folder, name in found:
+            with suppress(OSError):
+                if is_folder:
+                    os.chmod(name, 0o700, dir_fd=folder)
+                    new_name = next(names)
+                    os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=heap)
+                    waiting.append(new_name)
+                else:
+                    os.unlink(name, dir_fd=folder)
+
+    try:
+        empty(heap)
+        while waiting:
+            name = waiting.pop()
+            with suppress(OSError):
+                folder = os.open(name, _OPEN_FOLDER, dir_fd=heap)
+                try:
+                    empty(folder)
+                finally:
+                    os.close(folder)
+                os.rmdir(name, dir_fd=heap)
+    finally:
+        os.close(heap)
+    path.rmdir()

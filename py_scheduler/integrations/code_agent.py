@@ -67,13 +67,18 @@ sys.stdout.flush()
 answers.write("\\n{_RETURNED}" + value + "\\n")
 """
 _MAX_SAID = 300
+_MAX_TEST_OUTPUT_BYTES = 1 << 20
+"""Of a hidden test: what it prints and what it returns together; a value of half of it is always read whole."""
 
 
 # The task
 
 
 class CodeTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One call: positional arguments, and what is to be returned. JSON values; a tuple counts as a list."""
+    """One call: positional arguments, and what is to be returned. JSON values; a tuple counts as a list.
+
+    expect: an int is met exactly (2.0 meets 2), a float to its ninth digit, by ints too.
+    """
 
     args: list[Any]
     expect: Any
@@ -107,8 +112,9 @@ _KIND_OF_WORD: dict[str, _Kind] = {
     "bash": "shell",
     "answer": "answer",
 }
-_BLOCK = re.compile(r"^```[ \t]*(\w*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
-_FENCE = re.compile(r"^```", re.MULTILINE)
+_FENCE = "```"
+_WORD = re.compile(r"\w*")
+_MAX_REPLY_CHARACTERS = 100_000
 _FORM = "Write one block: ```python, ```sh or ```answer, the code, and a line of ```."
 
 
@@ -121,11 +127,13 @@ class Action(msgspec.Struct, frozen=True):
 
 def parse_action(text: str) -> Action | str:
     """The one block of a reply, or what is wrong with it, in words for the model."""
-    blocks = _BLOCK.findall(text)
+    if len(text) > _MAX_REPLY_CHARACTERS:
+        return f"The reply has {len(text)} characters, more than {_MAX_REPLY_CHARACTERS}. {_FORM}"
+    blocks, is_open = _blocks(text)
     if len(blocks) > 1:
         return f"There are {len(blocks)} blocks. {_FORM}"
     if not blocks:
-        return f"The block is not closed. {_FORM}" if _FENCE.search(text) else f"There is no block. {_FORM}"
+        return f"The block is not closed. {_FORM}" if is_open else f"There is no block. {_FORM}"
     word, code = blocks[0]
     kind = _KIND_OF_WORD.get(word)
     if kind is None:
@@ -133,6 +141,24 @@ def parse_action(text: str) -> Action | str:
     if not code.strip():
         return f"The block is empty. {_FORM}"
     return Action(kind, code)
+
+
+def _blocks(text: str) -> tuple[list[tuple[str, str]], bool]:
+    """The closed blocks, as (word, code), and whether one more was begun; each line is looked at once."""
+    blocks: list[tuple[str, str]] = []
+    word: str | None = None
+    code: list[str] = []
+    for line in text.split("\n"):
+        said = line.removeprefix(_FENCE).strip(" \t\r") if line.startswith(_FENCE) else None
+        if word is None:
+            if said is not None and _WORD.fullmatch(said):
+                word = said
+        elif said == "":
+            blocks.append((word, "".join(code)))
+            word, code = None, []
+        else:
+            code.append(line + "\n")
+    return blocks, word is not None
 
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -261,12 +287,11 @@ class CodeAgent(BaseAgent):
                 "test.json": msgspec.json.encode({"function": function, "args": test.args}).decode(),
             },
             timeout_seconds=self._test_timeout_seconds,
+            max_output_bytes=_MAX_TEST_OUTPUT_BYTES,
         )
         returned = _returned(result)
-        try:
-            passed = returned is not None and _same(msgspec.json.decode(returned), test.expect)
-        except msgspec.DecodeError:
-            passed = False
+        # Long values take their time.
+        passed = returned is not None and await asyncio.to_thread(_is_expected, returned, test.expect)
         said = returned if returned is not None else _last_line(result)
         return {"passed": passed, "said": said[:_MAX_SAID], "seconds": round(result.seconds, 3)}
 
@@ -296,20 +321,28 @@ def _ending(result: SandboxResult) -> str:
 
 def _returned(result: SandboxResult) -> str | None:
     """The JSON of what the function returned; None when it did not return."""
-    lines = [line for line in result.output.splitlines() if line.startswith(_RETURNED)]
-    return lines[-1].removeprefix(_RETURNED) if result.is_ok and lines else None
+    _, mark, rest = f"\n{result.output}".rpartition(f"\n{_RETURNED}")
+    return rest.partition("\n")[0] if result.is_ok and mark else None
 
 
 def _last_line(result: SandboxResult) -> str:
-    lines = result.output.strip().splitlines()
-    return _ending(result) if result.timed_out or not lines else lines[-1]
+    line = result.output.strip().rpartition("\n")[2]
+    return _ending(result) if result.timed_out or not line else line
+
+
+def _is_expected(returned: str, expected: Any) -> bool:
+    """Whatever was printed in place of a value is a wrong one: no JSON, nested too deep, a number beyond a float."""
+    try:
+        return _same(msgspec.json.decode(returned), expected)
+    except (ValueError, RecursionError, OverflowError):
+        return False
 
 
 def _same(said: Any, expected: Any) -> bool:
-    """Equal as JSON: a bool is no number, and floats agree when the ninth digit does."""
+    """Equal as JSON: a bool is no number; where a float is expected, it agrees when the ninth digit does."""
     if isinstance(said, bool) or isinstance(expected, bool):
         return said is expected
-    if isinstance(said, int | float) and isinstance(expected, int | float):
+    if isinstance(said, int | float) and isinstance(expected, float):
         return said == expected or math.isclose(said, expected, rel_tol=1e-9, abs_tol=1e-12)
     if isinstance(said, list) and isinstance(expected, list):
         return len(said) == len(expected) and all(map(_same, said, expected))

@@ -1,54 +1,31 @@
-"""The sandbox with real processes: what commands may do in it, and that nothing of them is left."""
+"""The sandbox with real processes: what commands find and may do in it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings, _Walls
+from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings
 from py_scheduler.app import make_sandbox
-from py_scheduler.domain.sandbox import PYTHON, SandboxResult
+from py_scheduler.domain.sandbox import PYTHON
 from py_scheduler.errors import ConfigError, SandboxError
-from tests.support.processes import Marker, wait_until_ended
+from tests.support.sandboxes import SETTINGS, needs_sandbox, python_in, sandbox_without_namespaces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    Run = Callable[..., Coroutine[Any, Any, SandboxResult]]
+    from tests.support.sandboxes import Run
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = SandboxSettings(memory_mib=256, processes=16, file_mib=1, max_output_bytes=4_096)
 
 
-def _reason_to_skip() -> str:
-    try:
-        ProcessSandbox(SETTINGS).probe()
-    except SandboxError as error:
-        return str(error)
-    return ""
-
-
-# On a machine that grants no namespaces there is nothing to test; CI has to have them.
-NO_NAMESPACES = _reason_to_skip()
-pytestmark = pytest.mark.skipif(bool(NO_NAMESPACES) and not os.environ.get("CI"), reason=NO_NAMESPACES)
-
-
-def python_in(sandbox: ProcessSandbox, workdir: Path) -> Run:
-    async def run(code: str, **options: Any) -> SandboxResult:
-        files = {"main.py": textwrap.dedent(code), **options.pop("files", {})}
-        return await sandbox.run((PYTHON, "-u", "main.py"), workdir=workdir, files=files, **options)
-
-    return run
+pytestmark = needs_sandbox
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +40,7 @@ def run(sandbox: ProcessSandbox, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def without_namespaces(tmp_path: Path) -> Run:
-    """What is left on a machine that grants no namespaces."""
-    sandbox = ProcessSandbox(SandboxSettings(memory_mib=256, network="allow"))
-    sandbox._walls = _Walls(namespaces=False, landlock=True)
-    return python_in(sandbox, tmp_path)
+    return python_in(sandbox_without_namespaces(), tmp_path)
 
 
 # Results
@@ -308,98 +282,6 @@ async def test_an_endless_loop_that_prints_ends_in_time_and_shows_its_output(run
     assert result.output == "begun\n"
 
 
-# Nothing is left
-
-DOUBLE_FORK = """
-import os, sys, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        os.execvp('sleep', ['sleep', '{argument}'])
-    os._exit(0)
-{then}
-"""
-
-
-async def test_what_a_command_leaves_behind_ends_with_it(run: Run) -> None:
-    marker = Marker()
-    result = await run(DOUBLE_FORK.format(argument=marker.argument, then="time.sleep(0.1); print('gone')"))
-    assert result.output == "gone\n"
-    assert marker.processes() == []
-
-
-async def test_what_a_command_started_ends_with_its_time(run: Run) -> None:
-    marker = Marker()
-    result = await run(DOUBLE_FORK.format(argument=marker.argument, then="time.sleep(1000)"), timeout_seconds=1)
-    assert result.timed_out
-    assert marker.processes() == []
-
-
-async def begun(fifo: Path) -> None:
-    """Until somebody opens the pipe to write."""
-    await asyncio.wait_for(asyncio.to_thread(fifo.read_bytes), 20)
-
-
-def pipe_in(folder: Path) -> Path:
-    fifo = folder / "begun"
-    os.mkfifo(fifo)
-    fifo.chmod(0o666)
-    return fifo
-
-
-TELL = "open('begun', 'w').close(); "
-
-
-async def test_a_cancel_ends_everything(run: Run, tmp_path: Path) -> None:
-    marker, fifo = Marker(), pipe_in(tmp_path)
-    code = DOUBLE_FORK.format(argument=marker.argument, then=TELL + f"os.system('sleep {marker.argument}')")
-    task = asyncio.create_task(run(code))
-    await begun(fifo)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert marker.processes() == []
-
-
-async def test_a_cancel_before_it_has_begun(run: Run, tmp_path: Path) -> None:
-    for turns in range(6):
-        marker = Marker()
-        task = asyncio.create_task(run(f"import os\nos.execvp('sleep', ['sleep', '{marker.argument}'])"))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert marker.processes() == []
-
-
-SERVER = """
-import asyncio, sys
-from pathlib import Path
-from py_scheduler.adapters.sandbox import ProcessSandbox
-code = sys.stdin.read()
-asyncio.run(ProcessSandbox().run(('python', '-c', code), workdir=Path(sys.argv[1]), timeout_seconds=600))
-"""
-
-
-async def test_the_servers_own_death_ends_everything(tmp_path: Path) -> None:
-    marker, fifo = Marker(), pipe_in(tmp_path)
-    code = DOUBLE_FORK.format(argument=marker.argument, then=f"os.system('sleep {marker.argument} & sleep 0.1')")
-    code += TELL + "time.sleep(1000)"
-    server = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVER, str(tmp_path), stdin=asyncio.subprocess.PIPE, cwd=ROOT
-    )
-    assert server.stdin is not None
-    server.stdin.write(code.encode())
-    server.stdin.close()
-    await begun(fifo)
-    left = marker.processes()
-    assert len(left) == 2
-    server.send_signal(signal.SIGKILL)
-    await server.wait()
-    await asyncio.to_thread(wait_until_ended, left)
-
-
 # What earlier commands leave in the folder
 
 
@@ -494,7 +376,7 @@ def test_a_machine_that_grants_no_namespaces_is_an_error_unless_the_network_may_
     if "landlock" in allowed:
         assert 'set files = "allow"' in allowed
     else:
-        assert allowed == "in force: / network open / files confined by Landlock / limits"
+        assert allowed == "in force: / network open / files confined by Landlock / system calls filtered / limits"
 
 
 # Without namespaces
@@ -516,22 +398,3 @@ async def test_without_namespaces_landlock_keeps_the_files(without_namespaces: R
         """
     )
     assert result.output == "True True\n" + "PermissionError\n" * 4
-
-
-async def test_without_namespaces_nothing_is_left_either(without_namespaces: Run, tmp_path: Path) -> None:
-    marker, fifo = Marker(), pipe_in(tmp_path)
-    await without_namespaces(DOUBLE_FORK.format(argument=marker.argument, then="time.sleep(0.1)"))
-    assert marker.processes() == []
-    result = await without_namespaces(
-        DOUBLE_FORK.format(argument=marker.argument, then="time.sleep(1000)"), timeout_seconds=1
-    )
-    assert result.timed_out
-    assert marker.processes() == []
-    task = asyncio.create_task(
-        without_namespaces(DOUBLE_FORK.format(argument=marker.argument, then=TELL + "time.sleep(1000)"))
-    )
-    await begun(fifo)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert marker.processes() == []
