@@ -133,7 +133,8 @@ endif
 	$(BIN)/python benches/compare_placement.py --criterion target/criterion --python $(BENCH_OUT)/python.json \
 		--ray $(BENCH_OUT)/ray.jsonl --service $(BENCH_OUT)/service.json --docs docs --readme README.md
 
-test: test-rust test-python
+# What TEST_ARGS asks for is a part of the Python tests.
+test: $(if $(TEST_ARGS),,test-rust) test-python
 
 # The bindings hold conversion only and are tested from Python.
 test-rust:
@@ -142,7 +143,7 @@ test-rust:
 
 test-python: $(BUILT) $(DEV_READY) $(MODEL_READY)
 	$(BIN)/py-scheduler fetch-model
-	$(BIN)/python -m pytest tests $(TEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_ARGS)
 
 # A test's limit includes the start of the servers it needs.
 test-sglang: $(BUILT) $(DEV_READY) $(TINY_MODEL)/.stamp $(SMOLLM2)/.stamp

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from py_scheduler.domain.requests import ServerInfo, SubmissionSelector, SubmissionView
+    from py_scheduler.domain.requests import SubmissionSelector
 
 _DEFAULT_TARGET = "127.0.0.1:50051"
 _PIPE_WIDTH = 160
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         add(
             "try-handler",
             "play one sample with a handler, without a server, and show all that came of it",
-            "try-handler my_agents:MathAgent --prompt 'What is 2 + 3?'",
+            "try-handler my_agents:MathAgent --task-json task.json",
         )
     )
     _add_report(add("report", "show how training steps and evals went, as tables and plots", "report rollouts"))
@@ -145,20 +145,12 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    return asyncio.run(_show_status(options))
+    from py_scheduler.commands.status import show_server, show_submission  # noqa: PLC0415 - serve needs none of it
 
-
-async def _show_status(options: argparse.Namespace) -> int:
-    from py_scheduler.client import SchedulerClient  # noqa: PLC0415 - serve needs no client
-
-    settings = {"namespace": options.namespace, "reconnect_seconds": 0.0}
-    async with SchedulerClient.connect(options.target, **settings) as client:
-        if options.submission is None:
-            _print_server(await client.server_info())
-        else:
-            selector = _selector(options)
-            view = await client.get_submission(selector.batch_id, submission_id=selector.submission_id)
-            _print_submission(view)
+    if options.submission is None:
+        asyncio.run(show_server(options.target, options.namespace, _console()))
+    else:
+        asyncio.run(show_submission(_selector(options), options.target, _console()))
     return 0
 
 
@@ -169,36 +161,6 @@ def _selector(options: argparse.Namespace) -> SubmissionSelector:
     if _SUBMISSION_ID.fullmatch(text):
         return SubmissionSelector(submission_id=text, namespace=namespace)
     return SubmissionSelector(batch_id=int(text) if text.isdecimal() else text, namespace=namespace)
-
-
-def _print_server(info: ServerInfo) -> None:
-    print(f"py-scheduler {info.version}")
-    for evaluator in info.evaluators:
-        sample = evaluator.sample_resource
-        print(
-            f"evaluator  {evaluator.evaluator_id}  {evaluator.handler}  at once {evaluator.resource.concurrency}  "
-            f"a sample: {sample.words}"
-        )
-    for engine in info.engines:
-        model = engine.error or f"{engine.model_name}  weights {engine.weight_version or '-'}"
-        print(f"engine     {engine.role}  {model}")
-    for node in info.nodes:
-        free = " ".join(f"{share:.2f}" for share in node.free_gpus)
-        print(f"node       {node.node_ip}  free gpus [{free}]  {node.words}")
-
-
-def _print_submission(view: SubmissionView) -> None:
-    print(f"submission {view.submission_id}  batch_id {view.key.batch_id}  namespace {view.key.namespace}")
-    print(
-        f"attempts   queued {view.queued_attempts}  leased {view.leased_attempts}  running {view.running_attempts}\n"
-        f"tasks      open {view.open_tasks}  succeeded {view.succeeded_tasks}  partial {view.partial_tasks}  "
-        f"failed {view.failed_tasks}  aborted {view.aborted_tasks}"
-    )
-    for batch in view.waiting:
-        print(
-            f"waiting    {len(batch.task_ids)} tasks from {batch.task_ids[0] if batch.task_ids else '-'}  "
-            f"for {batch.waiting_seconds:.1f} s, bypassed {batch.bypassed} times: {batch.reason}"
-        )
 
 
 # abort

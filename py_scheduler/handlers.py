@@ -1,4 +1,6 @@
-"""From `module:Class` in the configuration to a handler: what can go wrong on the way, each told apart."""
+"""From `module:Class` in the configuration to a handler, or from `module:function` to a batching strategy: what can go
+wrong on the way, each told apart.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import ModuleType
 
+    from py_scheduler.batching import BatchingStrategy
+
     Parts = Mapping[str, Callable[[object, str], object]]
 
 _MAX_NAMES = 8
@@ -29,7 +33,7 @@ def make_handler(name: str, arguments: dict[str, Any], key: str, parts: Parts | 
     without one), and called by the key that is its second argument in errors.
     """
     module_name, _, class_name = name.partition(":")
-    found = _find(_import(module_name, f"{key}.handler"), class_name, f"{key}.handler")
+    found = _find(_import(module_name, f"{key}.handler"), class_name, f"{key}.handler", "class", _is_handler)
     if not (inspect.isclass(found) and issubclass(found, BaseAgent)):
         raise ConfigError(f"{name} is no subclass of py_scheduler.domain.evaluator.BaseAgent", f"{key}.handler")
     faults = [
@@ -50,6 +54,38 @@ def make_handler(name: str, arguments: dict[str, Any], key: str, parts: Parts | 
     except Exception as error:  # a handler's constructor may raise anything
         reason = f"{name} does not take these arguments: {type(error).__name__}: {error}"
         raise ConfigError(reason, f"{key}.handler_args") from error
+
+
+def load_strategy(name: str, key: str) -> BatchingStrategy:
+    """Imports `module:function`. Raises ConfigError with what went wrong where."""
+    module_name, _, function_name = name.partition(":")
+    strategy: BatchingStrategy = _find(_import(module_name, key), function_name, key, "function", inspect.isfunction)
+    if not callable(strategy):
+        raise ConfigError(f"{name} cannot be called: it must be `def {function_name}(tasks, specs)`", key)
+    return strategy
+
+
+def load_factory(name: str, options: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """Imports the `module:function` that makes a data set, to be called as function(epoch, **options).
+
+    `key` is the data set's. Raises ConfigError with what went wrong where.
+    """
+    module_name, _, function_name = name.partition(":")
+    field = f"{key}.factory"
+    factory: Callable[..., Any] = _find(
+        _import(module_name, field), function_name, field, "function", inspect.isfunction
+    )
+    if not callable(factory):
+        raise ConfigError(f"{name} cannot be called: it must be `def {function_name}(epoch, **options)`", field)
+    try:
+        inspect.signature(factory).bind(0, **options)
+    except TypeError as error:
+        told = "".join(f", {option}=..." for option in options)
+        reason = f"{name} cannot be called as {function_name}(epoch{told}): {error}"
+        raise ConfigError(reason, f"{key}.options") from error
+    except ValueError:  # some that are not written in Python do not say what they take
+        pass
+    return factory
 
 
 def _import(module_name: str, key: str) -> ModuleType:
@@ -80,14 +116,18 @@ def _place(error: BaseException) -> str:
     return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
 
-def _find(module: ModuleType, class_name: str, key: str) -> Any:
+def _find(module: ModuleType, path: str, key: str, kind: str, is_one: Callable[[Any], bool]) -> Any:
     found: Any = module
-    for part in class_name.split("."):
-        names = [name for name, value in vars(found).items() if inspect.isclass(value)]
+    for part in path.split("."):
+        names = [name for name, value in vars(found).items() if is_one(value)]
         found = getattr(found, part, None)
         if found is None:
-            raise ConfigError(f"module {module.__name__} has no class {class_name}{_hint(part, names)}", key)
+            raise ConfigError(f"module {module.__name__} has no {kind} {path}{_hint(part, names)}", key)
     return found
+
+
+def _is_handler(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, BaseAgent) and value is not BaseAgent
 
 
 def _hint(name: str, names: list[str]) -> str:

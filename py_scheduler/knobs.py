@@ -19,8 +19,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 OWN_PREFIX = "PY_SCHEDULER_"
+
+FORCE_FRESH = "STACX_FORCE_FRESH_ROLLOUT"
+REUSE = "STACX_REUSE_ROLLOUT"
+REUSE_DIR = "STACX_REUSE_PER_ITER_DIR"
+SAVE_PER_ITERATION = "STACX_SAVE_PER_ITER_PT"
+ROLLOUT_ID = "STACX_ROLLOUT_ID"
+BETA = "STACX_DAGGER_BETA"
+EVAL_BETA = "STACX_DAGGER_EVAL_BETA"
+T_MAX = "STACX_DAGGER_T_MAX"
+
 DEFAULT_ENV_CONCURRENCY = 4
 """Samples of one batch at once, for an evaluator whose resource names no concurrency."""
+
+
+_MOST = 2**31
 
 
 class Kind(StrEnum):
@@ -28,7 +41,7 @@ class Kind(StrEnum):
 
     TEXT = "text"
     NUMBER = "a number"
-    COUNT = "a whole number"
+    COUNT = "a whole number below 2^31"
     SWITCH = "1 or 0"
     PATH = "a path"
     LAYOUT = "JSON or a path"
@@ -137,7 +150,7 @@ KNOBS = (
         default="0",
     ),
     Knob(
-        variable="STACX_FORCE_FRESH_ROLLOUT",
+        variable=FORCE_FRESH,
         keys=("rollout.reuse.force_fresh",),
         kind=Kind.SWITCH,
         excludes=("rollout.reuse.reuse_rollout", "rollout.reuse.reuse_dir"),
@@ -145,7 +158,7 @@ KNOBS = (
         default="0",
     ),
     Knob(
-        variable="STACX_REUSE_ROLLOUT",
+        variable=REUSE,
         keys=("rollout.reuse.reuse_rollout",),
         kind=Kind.SWITCH,
         excludes=("rollout.reuse.force_fresh",),
@@ -153,7 +166,7 @@ KNOBS = (
         default="0",
     ),
     Knob(
-        variable="STACX_REUSE_PER_ITER_DIR",
+        variable=REUSE_DIR,
         keys=("rollout.reuse.reuse_dir",),
         kind=Kind.PATH,
         excludes=("rollout.reuse.force_fresh",),
@@ -161,35 +174,36 @@ KNOBS = (
         help="replay a folder of per-iteration files, in order",
     ),
     Knob(
-        variable="STACX_SAVE_PER_ITER_PT",
+        variable=SAVE_PER_ITERATION,
         keys=("rollout.reuse.save_per_iteration",),
         kind=Kind.SWITCH,
         help="keep a file for each iteration, not only the newest",
         default="1",
     ),
     Knob(
-        variable="STACX_DAGGER_EVAL_BETA",
+        variable=EVAL_BETA,
+        keys=("rollout.eval_beta",),
         kind=Kind.NUMBER,
         metavar="BETA",
         help="how probably the teacher generates a turn of an eval; read when an eval begins",
-        default="0",
+        default="0.0",
     ),
     Knob(
-        variable="STACX_ROLLOUT_ID",
+        variable=ROLLOUT_ID,
         kind=Kind.COUNT,
         metavar="N",
         help="the index of the iteration under way",
         is_code_set=True,
     ),
     Knob(
-        variable="STACX_DAGGER_BETA",
+        variable=BETA,
         kind=Kind.NUMBER,
         metavar="BETA",
         help="how probably the teacher generates a turn; absent in evals unless STACX_DAGGER_EVAL_BETA is set",
         is_code_set=True,
     ),
     Knob(
-        variable="STACX_DAGGER_T_MAX",
+        variable=T_MAX,
         kind=Kind.COUNT,
         metavar="N",
         help="the tail length of the iteration; published only when the schedule gives one above 0",
@@ -221,13 +235,15 @@ def variables_alone(knobs: Iterable[Knob] = KNOBS) -> list[str]:
     return [knob.variable for knob in knobs if not knob.flag]
 
 
-def overrides_of(flags: Mapping[str, Any], environment: Mapping[str, str]) -> list[Override]:
+def overrides_of(
+    flags: Mapping[str, Any], environment: Mapping[str, str], knobs: Iterable[Knob] = KNOBS
+) -> list[Override]:
     """What was said outside of the file, in the order in which it is to be applied: flags after variables.
 
     `flags` maps a flag to its text, to a bool if it is a switch, or to None. An empty variable says nothing.
     """
     from_flags, from_variables = [], []
-    for knob in KNOBS:
+    for knob in knobs:
         flag, text = flags.get(knob.flag), environment.get(knob.variable)
         if flag is not None:
             from_flags.append(Override(knob, flag if isinstance(flag, str) else str(int(flag)), knob.flag))
@@ -286,7 +302,10 @@ def _as_kind(kind: Kind, text: str) -> str | int | float | bool:
     """Raises ValueError when the text is none of that kind."""
     match kind:
         case Kind.COUNT:
-            return int(text)
+            count = int(text)
+            if abs(count) >= _MOST:
+                raise ValueError(text)
+            return count
         case Kind.NUMBER:
             return float(text)
         case Kind.SWITCH:

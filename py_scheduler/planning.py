@@ -231,7 +231,8 @@ def _way_out(
         return f"{problem}; no node has {' or '.join(sorted(nobody_has))}"
     if larger is None or larger.tokens == 0:
         return f"{problem}; no node like the largest takes a single sample: lower what a sample holds first"
-    return f"{problem}; {-(-missing // larger.tokens)} more nodes like {larger.like} would do"
+    more = -(-missing // larger.tokens)
+    return f"{problem}; {more} more {'node' if more == 1 else 'nodes'} like {larger.like} would do"
 
 
 def _limited(tokens: int) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 # everything of our own.
 if "TEST_TORCH_PACKAGES" in os.environ:
     sys.path.append(os.environ["TEST_TORCH_PACKAGES"])
+
+# A shell starts what is to run in the background (`pytest &`) with SIGINT ignored, and so would be whatever the tests
+# start: a signal that is handled here is its usual self in a new program.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Neither a slow example nor slow generation is a fault on a machine that does something else beside the tests.
 settings.register_profile("py-scheduler", deadline=None, suppress_health_check=[HealthCheck.too_slow])

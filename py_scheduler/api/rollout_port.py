@@ -9,9 +9,12 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.requests import EventFrame
     from py_scheduler.domain.steps import StepReport, StepRequest
+    from py_scheduler.domain.training_samples import TrainingSample
 
 
 class RolloutPort(Protocol):
     def follow(
         self, request: StepRequest, after_sequence: int | None
     ) -> AsyncGenerator[EventFrame | StepReport, None]: ...
+
+    def saved_groups(self, rollout_id: int) -> AsyncGenerator[list[TrainingSample], None]: ...

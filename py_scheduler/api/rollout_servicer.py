@@ -19,6 +19,7 @@ from py_scheduler.domain.steps import StepReport
 from py_scheduler.errors import FailedPreconditionError
 from py_scheduler.wire import rollouts as wire
 from py_scheduler.wire.events import encode_frames
+from py_scheduler.wire.training_samples import encode_group
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -47,14 +48,29 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> None:
         await self._follow(request, context)
 
+    async def ReadSamples(  # type: ignore[override] # as above
+        self, request: service.ReadSamplesRequest, context: Context
+    ) -> None:
+        rollout_id = wire.decode_read_request(request)
+        async with aclosing(self._desk_here.saved_groups(rollout_id)) as groups:
+            group_no = 0
+            async for group in groups:
+                for encoded in encode_group(group_no, group):
+                    await context.write(encoded)
+                group_no += 1
+
+    @property
+    def _desk_here(self) -> RolloutPort:
+        if self._desk is None:
+            raise FailedPreconditionError("this server executes no steps: submit tasks with SubmitTasks")
+        return self._desk
+
     async def _follow(self, message: wire.ExecuteRequest, context: Context) -> None:
         request = wire.decode_step_request(message)
         cursors = wire.step_cursors(request, self._engine.store_epoch, self._engine.oldest_sequence)
         after = cursors.decode(message.cursor)
-        if self._desk is None:
-            raise FailedPreconditionError("this server executes no steps: submit tasks with SubmitTasks")
         through = 0
-        async with aclosing(self._desk.follow(request, after)) as following:
+        async with aclosing(self._desk_here.follow(request, after)) as following:
             async for item in following:
                 if isinstance(item, StepReport):
                     await context.write(wire.encode_report_frame(item, through, cursors))

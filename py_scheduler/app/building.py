@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from dataclasses import dataclass, field
@@ -14,13 +15,23 @@ from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.api.server import ApiServer
 from py_scheduler.app.engines import build_generation
+from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.config import Config, EvaluatorSettings, collecting, convert_table
 from py_scheduler.domain.evaluator import EvaluatorSpec
-from py_scheduler.errors import ClusterLayoutError, ConfigError, FieldViolation, SandboxError
-from py_scheduler.handlers import make_handler
+from py_scheduler.domain.limits import MAX_MESSAGE_BYTES
+from py_scheduler.errors import (
+    ClusterLayoutError,
+    ConfigError,
+    FailedPreconditionError,
+    FieldViolation,
+    SandboxError,
+    UnplaceableError,
+)
+from py_scheduler.handlers import load_factory, load_strategy, make_handler
 from py_scheduler.interfaces.step_desk import StepDesk
-from py_scheduler.interfaces.task_scheduler import TaskScheduler
-from py_scheduler.placement import PlacementPool, load_cluster_layout
+from py_scheduler.interfaces.task_scheduler import STEP_EVENTS, TaskScheduler
+from py_scheduler.placement import PlacementPool, load_cluster_layout, tokens_in_budget
+from py_scheduler.rollout.sample_files import require_torch
 from py_scheduler.rollout.sources import open_source, open_sources
 from py_scheduler.scheduler.engine import Engine
 from py_scheduler.version import version
@@ -31,6 +42,9 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import GenerationEngine
     from py_scheduler.domain.resources import NodeResource
     from py_scheduler.domain.sandbox import Sandbox
+    from py_scheduler.rollout.python_source import Factory
+    from py_scheduler.rollout.sources import SourceSettings
+    from py_scheduler.scheduler.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +71,14 @@ def build(config: Config, base_dir: Path) -> Parts:
     with collecting(faults):
         pool = build_pool(config, base_dir)
     source, eval_sources = build_sources(config, base_dir, faults)
+    artifact_root = _artifact_root(config.rollout.artifact_dir, faults)
+    _check_format(config, faults)
+    if config.dataset or config.eval_dataset:
+        _check_retention(config.scheduler, faults)
+    batching_strategy: BatchingStrategy = fifo_batching
+    if config.scheduler.batching_strategy:
+        with collecting(faults):
+            batching_strategy = load_strategy(config.scheduler.batching_strategy, "scheduler.batching_strategy")
     if faults:
         raise ConfigError(faults)
     _tell(specs, pool, config)
@@ -68,19 +90,55 @@ def build(config: Config, base_dir: Path) -> Parts:
         journal=MemoryJournal(retained_events=settings.retained_events, retained_bytes=settings.retained_bytes),
         clock=LoopClock(),
         settings=settings,
+        batching_strategy=batching_strategy,
         default_sampling=config.sampling,
         default_stopping=config.stopping,
     )
     steps = TaskScheduler(
         scheduler,
-        settings=config.rollout,
+        batching_strategy=batching_strategy,
+        # A server trains on saved samples only where its file says so.
+        settings=msgspec.structs.replace(config.rollout, reuse=config.rollout.reuse.defaulting_to("never")),
         source=source,
         eval_sources=eval_sources,
-        artifact_root=Path(config.rollout.artifact_dir),
+        artifact_root=artifact_root,
     )
     desk = StepDesk(steps)
     api = ApiServer(scheduler, version(), config.server, desk)
     return Parts(engines=engines, scheduler=scheduler, steps=steps, desk=desk, api=api, config=config)
+
+
+def _artifact_root(artifact_dir: str, faults: list[FieldViolation]) -> Path:
+    try:
+        root = Path(artifact_dir).resolve()
+        if root.exists() and not root.is_dir():
+            faults.append(FieldViolation("rollout.artifact_dir", f"{artifact_dir!r} is no folder: name another one"))
+    except (OSError, ValueError) as error:  # Links in a circle; a path with NUL.
+        faults.append(FieldViolation("rollout.artifact_dir", f"{artifact_dir!r} cannot be a folder: {error}"))
+        root = Path()
+    return root
+
+
+def _check_format(config: Config, faults: list[FieldViolation]) -> None:
+    """What writes the samples has to be there before a step has run that is to be saved."""
+    if config.rollout.file_format == "pt":
+        try:
+            require_torch()
+        except FailedPreconditionError as error:
+            faults.append(FieldViolation("rollout.file_format", str(error)))
+    elif config.dataset and importlib.util.find_spec("pyarrow") is None:
+        reason = "samples are saved as Parquet, which needs pyarrow: install py-scheduler[parquet]"
+        faults.append(FieldViolation("rollout.file_format", reason))
+
+
+def _check_retention(settings: EngineSettings, faults: list[FieldViolation]) -> None:
+    """Steps read the events of their samples from what is retained."""
+    if settings.retained_events < STEP_EVENTS:
+        reason = f"is {settings.retained_events}: steps over data sets read their events from there, keep {STEP_EVENTS}"
+        faults.append(FieldViolation("scheduler.retained_events", reason))
+    if settings.retained_bytes < MAX_MESSAGE_BYTES:
+        reason = f"is {settings.retained_bytes}: steps over data sets need {MAX_MESSAGE_BYTES}, to read their events"
+        faults.append(FieldViolation("scheduler.retained_bytes", reason))
 
 
 def _tell(specs: list[EvaluatorSpec], pool: PlacementPool | None, config: Config) -> None:
@@ -90,15 +148,27 @@ def _tell(specs: list[EvaluatorSpec], pool: PlacementPool | None, config: Config
         nodes = pool.nodes()
         _log.info("cluster: %d nodes, %d GPUs", len(nodes), sum(len(node.gpu_ids) for node in nodes))
     for spec in specs:
-        sample = spec.sample_resource
-        _log.info(
-            "evaluator %s: %d samples of a batch at once, each %s",
-            spec.evaluator_id,
-            spec.resource.concurrency,
-            sample.words,
-        )
+        _tell_spec(spec, pool)
     if not config.generation:
         _log.info("no engine: handlers that generate will fail")
+
+
+def _tell_spec(spec: EvaluatorSpec, pool: PlacementPool | None) -> None:
+    sample = spec.sample_resource
+    try:
+        at_once = tokens_in_budget(spec.resource, sample)
+    except UnplaceableError:
+        return  # The engine refuses the evaluator, with the reason.
+    _log.info("evaluator %s: at most %d samples of a batch at once, each %s", spec.evaluator_id, at_once, sample.words)
+    if pool is not None and at_once > (possible := pool.max_tokens_for(sample)) > 0:
+        _log.warning(
+            "evaluator %s: its budget lets %d samples of a batch run at once, the empty cluster holds %d: a batch of "
+            "more samples than that is refused when it is submitted. Lower resource.concurrency, what a sample takes "
+            "or batch_size, or add nodes (py-scheduler plan)",
+            spec.evaluator_id,
+            at_once,
+            possible,
+        )
 
 
 def build_specs(config: Config, faults: list[FieldViolation]) -> list[EvaluatorSpec]:
@@ -171,8 +241,17 @@ def build_sources(
     source: DataSource | None = None
     eval_sources: list[DataSource] = []
     with collecting(faults):
-        source = open_sources(config.dataset, base_dir) if config.dataset else None
-    for table in config.eval_dataset:
+        factories = {
+            table.name: _factory_of(table, f"dataset[{number}]") for number, table in enumerate(config.dataset)
+        }
+        source = open_sources(config.dataset, base_dir, factories=factories) if config.dataset else None
+    for number, table in enumerate(config.eval_dataset):
         with collecting(faults):
-            eval_sources.append(open_source(msgspec.structs.replace(table, on_end="stop"), base_dir))
+            factory = _factory_of(table, f"eval_dataset[{number}]")
+            eval_sources.append(open_source(msgspec.structs.replace(table, on_end="stop"), base_dir, factory))
     return source, eval_sources
+
+
+def _factory_of(table: SourceSettings, key: str) -> Factory | None:
+    """Of a python data set; None for the other kinds."""
+    return load_factory(table.factory, table.options, key) if table.kind == "python" else None

@@ -14,6 +14,8 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from py_scheduler.app.building import build
 from py_scheduler.app.engines import base_role
 from py_scheduler.containment import contained_task
@@ -71,9 +73,11 @@ async def running(parts: Parts) -> AsyncIterator[None]:
 async def in_process(config: Config, base_dir: Path) -> AsyncIterator[TaskScheduler]:
     """The TaskScheduler of a configuration, with its engines and without a network.
 
+    Where the file names no reuse mode, it is "auto", as in every TaskScheduler, and not a server's "never".
     Raises ConfigError, EngineUnavailableError.
     """
-    parts = build(config, base_dir)
+    rollout = msgspec.structs.replace(config.rollout, reuse=config.rollout.reuse.defaulting_to("auto"))
+    parts = build(msgspec.structs.replace(config, rollout=rollout), base_dir)
     async with AsyncExitStack() as stack:
         await start_engines(parts, stack, asyncio.Event())
         await stack.enter_async_context(parts.scheduler)

@@ -113,6 +113,7 @@ class BlockingSchedulerClient(BlockingServiceClient[SchedulerClient]):
     execute_rollout = _iterating(SchedulerClient.execute_rollout)
     execute_eval = _iterating(SchedulerClient.execute_eval)
     step_frames = _iterating(SchedulerClient.step_frames)
+    read_samples = _iterating(SchedulerClient.read_samples)
 
     def rollout(
         self,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _TARGET = re.compile(r"unix(-abstract)?:.+|.+:\d+")
 _NOBODY_THERE = ("failed to connect", "DNS resolution failed")
 """How gRPC's words begin when nothing was reached, rather than lost on the way."""
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
@@ -50,8 +51,12 @@ def open_channel(target: str, max_message_bytes: int) -> grpc.aio.Channel:
 
 
 def is_broken_connection(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the server could not be reached, or is going: the same call may work in a moment."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and _details(error) is None
+    """Whether the server could not be reached, is going, or broke the call off: the same may work in a moment.
+
+    CANCELLED is nobody's wish here, since a caller's own cancel is a CancelledError: a server resets streams when there
+    are thousands of calls at once.
+    """
+    return error.code() in _BROKEN and _details(error) is None
 
 
 def raise_error_of_call(error: grpc.aio.AioRpcError, target: str) -> NoReturn:
@@ -73,6 +78,9 @@ def error_of_call(error: grpc.aio.AioRpcError) -> SchedulerError:
         return ResourceExhaustedError(f"a message is larger than one end takes (max_message_bytes): {message}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         message = "no answer within the call's timeout: whether it took effect is unknown, so call again"
+    if code is grpc.StatusCode.CANCELLED:
+        message = "the server broke the call off again and again, as it does when too many are made at once: make fewer"
+        return ResourceExhaustedError(message)
     return ServerError(message or code.name, code.name)
 
 

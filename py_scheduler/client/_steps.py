@@ -6,17 +6,26 @@ import uuid
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2_grpc, scheduler_service_pb2_grpc
+import grpc.aio
+
+from py_scheduler._generated.rollout_scheduler.v1 import (
+    rollout_service_pb2,
+    rollout_service_pb2_grpc,
+    scheduler_service_pb2_grpc,
+)
+from py_scheduler.client._channel import raise_error_of_call
 from py_scheduler.client._rollout import RolloutEvent, rollout_events
 from py_scheduler.client._streams import StreamClient
 from py_scheduler.domain.steps import StepKind, StepReport, StepRequest
 from py_scheduler.wire.events import decode_frame
 from py_scheduler.wire.rollouts import decode_report, encode_step_request
+from py_scheduler.wire.training_samples import decode_samples
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from py_scheduler.domain.requests import WatchedFrame
+    from py_scheduler.domain.training_samples import TrainingSample
 
 StepEvent = RolloutEvent | StepReport
 
@@ -99,6 +108,31 @@ class StepClient(StreamClient[scheduler_service_pb2_grpc.SchedulerServiceStub]):
                     yield report
                     return
                 yield decode_frame(frame)
+
+    async def read_samples(self, rollout_id: int) -> AsyncGenerator[list[TrainingSample], None]:
+        """The groups that a rollout handed out to train on, dummies included, as the server saved them.
+
+        rollout_id: `samples_of` in the step's report. A broken connection is an error: read from the beginning again.
+        Raises NotFoundError when that iteration's samples are not saved, FailedPreconditionError.
+        """
+        stub: Any = rollout_service_pb2_grpc.RolloutServiceStub(self._open_channel)
+        call = stub.ReadSamples(rollout_service_pb2.ReadSamplesRequest(rollout_id=rollout_id))
+        group: list[TrainingSample] = []
+        last_no = 0
+        try:
+            while (message := await self._read(call)) is not None:
+                for group_no, sample in decode_samples(message):
+                    if group and group_no != last_no:
+                        yield group
+                        group = []
+                    last_no = group_no
+                    group.append(sample)
+        except grpc.aio.AioRpcError as error:
+            raise_error_of_call(error, self._target)
+        finally:
+            call.cancel()
+        if group:
+            yield group
 
     async def _step_events(self, request: StepRequest) -> AsyncGenerator[StepEvent, None]:
         async with aclosing(self.step_frames(request)) as frames:

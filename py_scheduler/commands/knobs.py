@@ -29,8 +29,15 @@ def show_knobs(console: Console) -> None:
 
 def write_knobs(path: Path) -> None:
     """Replaces the table between the two marks of a document. Raises ConfigError when they are not there."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    try:
+        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"cannot read {path}: {reason}") from error
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ConfigError(f"{path} has no lines {BEGIN.strip()} and {END.strip()}: add them where the table is to be")
-    path.write_text(f"{before}{begin}{knob_table()}{end}{after}", encoding="utf-8")
+    try:
+        path.write_text(f"{before}{begin}{knob_table()}{end}{after}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

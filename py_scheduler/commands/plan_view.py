@@ -53,7 +53,9 @@ def show_plan(view: PlanView, console: Console) -> None:
         named.update(node.named)
     others = "".join(f", {count:,} {name}" for name, count in sorted(named.items()))
     console.print(
-        f"cluster: {len(view.nodes):,} nodes, {gpus:,} GPUs, {cpu:,.10g} cores, {memory_gb:,.10g} GiB{others}"
+        f"cluster: {_counted(len(view.nodes), 'node')}, {_counted(gpus, 'GPU')}, {cpu:,.10g} cores, "
+        f"{memory_gb:,.10g} GiB{others}",
+        soft_wrap=True,
     )
     console.print(_table(view.plans))
     if view.packing is not None:
@@ -98,14 +100,19 @@ def _number(value: int | None, none: str) -> str:
 
 def _limit(what: str, nodes: int) -> str:
     word = _LIMIT_WORDS.get(what, what)
-    return f"{word} on {nodes:,} {'node' if nodes == 1 else 'nodes'}" if nodes else word
+    return f"{word} on {_counted(nodes, 'node')}" if nodes else word
 
 
 def _one_more(plan: SpecPlan) -> str:
     more = plan.one_more_node
     if more is None:
         return "nothing"
-    return f"{more.tokens:+,} tokens, {more.batches:+,} {'batch' if more.batches == 1 else 'batches'}"
+    tokens = f"{more.tokens:+,} {'token' if more.tokens == 1 else 'tokens'}"
+    return f"{tokens}, {more.batches:+,} {'batch' if more.batches == 1 else 'batches'}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _sample(need: BatchNeed) -> str:
@@ -131,7 +138,7 @@ def _drawing(packing: Iterable[NodeUsage], *, ascii_only: bool) -> Table:
         table.add_row(label, Text(bars, style="green"), f"{row.tokens:,}", row.cpu, row.memory_gb, *named)
     if len(rows) > _MAX_ROWS:
         hidden = sum(len(names) for names, _ in rows[_MAX_ROWS:])
-        table.add_row(f"and {hidden:,} more nodes")
+        table.add_row(f"and {_counted(hidden, 'more node')}")
     return table
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from py_scheduler.commands.report_data import Report
-    from py_scheduler.rollout.filters import FilterReport
+    from py_scheduler.domain.steps import FilterReport
     from py_scheduler.rollout.iteration_summary import DatasetSummary, IterationSummary, NodeUse
 
 _NONE = "-"
@@ -33,12 +33,26 @@ _SLOWEST = 10
 
 
 class Sheet(msgspec.Struct, frozen=True, kw_only=True):
-    """A table before it is printed. The first `text_columns` columns are text, the others numbers."""
+    """A table before it is printed. The first `text_columns` columns are text, the others numbers.
+
+    Names come from files and may be anybody's: what would drive a terminal is shown instead of sent.
+    """
 
     title: str
     headings: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     text_columns: int = 1
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "headings", tuple(map(_shown, self.headings)))
+        msgspec.structs.force_setattr(self, "rows", [tuple(map(_shown, row)) for row in self.rows])
+
+
+def _shown(text: str) -> str:
+    """The text, with an escape for each character that cannot be printed."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def run_report(folder: Path, plots: Path | None, console: Console, *, markdown: bool = False) -> None:
@@ -49,7 +63,7 @@ def run_report(folder: Path, plots: Path | None, console: Console, *, markdown: 
     report = read_report(folder)
     for trouble in report.troubles:
         # Not among the tables, which may well be piped into a document.
-        sys.stderr.write(f"py-scheduler: left out: {trouble}\n")
+        sys.stderr.write(f"py-scheduler: left out: {_shown(trouble)}\n")
     drawn = [] if plots is None else draw_report(report, plots)
     for sheet in sheets(report):
         if not sheet.rows:
@@ -244,5 +258,5 @@ def as_table(sheet: Sheet) -> Table:
 def as_markdown(sheet: Sheet) -> str:
     rules = ("---" if number < sheet.text_columns else "---:" for number in range(len(sheet.headings)))
     lines = [sheet.headings, tuple(rules), *sheet.rows]
-    cells = (" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) for line in lines)
+    cells = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
     return f"## {sheet.title}\n\n" + "".join(f"| {line} |\n" for line in cells)

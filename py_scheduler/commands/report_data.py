@@ -8,9 +8,11 @@ import msgspec
 
 from py_scheduler.domain.results import Outcome
 from py_scheduler.errors import FailedPreconditionError, NotFoundError, SchedulerError
+from py_scheduler.rollout.files import open_regular
 from py_scheduler.rollout.iteration_summary import (
-    FOLDER,
-    SUFFIX,
+    DETAILS_FOLDER,
+    PLACEMENT_SUFFIX,
+    SUMMARY_SUFFIX,
     IterationSummary,
     SlowSample,
     file_stem,
@@ -22,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-
-PLACEMENT_SUFFIX = ".placement.jsonl"
+_CHUNK_BYTES = 1 << 20
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,9 @@ def read_report(folder: Path) -> Report:
     troubles += _unfinished(paths[0].parent, paths) if paths else ()
     if not summaries:
         reason = "; ".join(troubles) or (
-            f"a rollout writes {FOLDER}/*{SUFFIX} into its artifact folder" if folder.is_dir() else "no such folder"
+            f"a rollout writes {DETAILS_FOLDER}/*{SUMMARY_SUFFIX} into its artifact folder"
+            if folder.is_dir()
+            else "no such folder"
         )
         raise NotFoundError(f"there is no summary to report in {folder}: {reason}")
     summaries.sort(key=lambda summary: summary.rollout_id)
@@ -64,7 +67,7 @@ def read_report(folder: Path) -> Report:
 def _read(path: Path) -> IterationSummary:
     """Raises FailedPreconditionError: what is foreign has another name than what it holds would have."""
     summary = read_summary(path)
-    named = file_stem(summary.kind, summary.rollout_id) + SUFFIX
+    named = file_stem(summary.kind, summary.rollout_id) + SUMMARY_SUFFIX
     if path.name != named:
         raise FailedPreconditionError(f"{path} is no summary of an iteration: what it holds would be named {named}")
     return summary
@@ -72,11 +75,15 @@ def _read(path: Path) -> IterationSummary:
 
 def _unfinished(folder: Path, summaries: Iterable[Path]) -> Iterator[str]:
     """Files of samples whose iteration was broken off before its summary, or is still under way."""
-    summed = {path.name.removesuffix(SUFFIX) for path in summaries}
+    summed = {path.name.removesuffix(SUMMARY_SUFFIX) for path in summaries}
     for path in sorted(folder.glob("*.jsonl")):
         if not path.name.endswith(PLACEMENT_SUFFIX) and path.stem not in summed:
-            with path.open("rb") as file:
-                lines = sum(line.endswith(b"\n") for line in file)
+            try:
+                with open_regular(path) as file:
+                    lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))
+            except OSError as error:
+                yield str(error)
+                continue
             yield f"{path}: {lines} samples without a summary: broken off, or still under way"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from py_scheduler.commands.report_data import iteration_name, outcomes_seen, slowest_samples
 from py_scheduler.domain.results import Outcome
 from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.rollout.files import atomic_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +57,7 @@ _DPI = 110
 
 def draw_report(report: Report, folder: Path) -> list[Path]:
     """Writes one PNG for each thing there are figures of, and returns them. Raises FailedPreconditionError without
-    matplotlib.
+    matplotlib, and for a folder that cannot be written to or is a link to another place.
     """
     try:
         import matplotlib as mpl  # noqa: PLC0415 (an optional extra)
@@ -74,7 +75,8 @@ def draw_report(report: Report, folder: Path) -> list[Path]:
         "placement": _placement,
         "slowest": _slowest,
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise FailedPreconditionError(f"{folder} is a symbolic link: name the folder that it leads to by --out")
     written = []
     style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "hatch.linewidth": 0.6}
     with mpl.rc_context(style):
@@ -83,7 +85,11 @@ def draw_report(report: Report, folder: Path) -> list[Path]:
             if draw(report, figure):
                 path = folder / f"{name}.png"
                 # No version and no date, so that the same figures give the same file.
-                figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+                try:
+                    with atomic_file(path) as sink:
+                        figure.savefig(sink, format="png", dpi=_DPI, metadata={"Software": None})
+                except OSError as error:
+                    raise FailedPreconditionError(f"{path} cannot be written: {error.strerror or error}") from error
                 written.append(path)
     return written
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.requests import ServerInfo
-from py_scheduler.domain.results import NO_REWARD, Reward, SampleDone
+from py_scheduler.domain.results import NO_REWARD, Outcome, Reward, SampleDone
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _SHORT_TEXT = 240
 _SHORT_DETAIL = 400
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What moves a terminal's cursor or colours it, line ends and tabs aside; models and tools print anything."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +51,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return self.sample.reward if self.sample else NO_REWARD
 
     @property
+    def outcome(self) -> Outcome | None:
+        """What that makes of it; None when no sample was ever played."""
+        if self.done.group_outcomes:
+            return self.done.group_outcomes[0]
+        return self.sample.outcome if self.sample else None
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Of generation alone; None when nothing was generated."""
         if self.sample is None or not self.sample.timings.generate_seconds:
@@ -60,7 +71,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 def show_json(trial: Trial, console: Console) -> None:
     """One object, with whole texts."""
     text = msgspec.json.format(msgspec.json.encode(_as_object(trial), enc_hook=repr), indent=2).decode()
-    console.out(text, highlight=False)
+    # JSON lets the upper ones stand as they are; they can only stand in strings.
+    console.out(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text), highlight=False)
 
 
 def _as_object(trial: Trial) -> dict[str, Any]:
@@ -72,7 +84,7 @@ def _as_object(trial: Trial) -> dict[str, Any]:
         "evaluator": evaluator.evaluator_id,
         "engines": {engine.role: engine.model_name or engine.error for engine in trial.info.engines},
         "is_finished": trial.is_finished,
-        "outcome": sample.outcome if sample else None,
+        "outcome": trial.outcome,
         "termination_reason": sample.termination_reason if sample else "",
         "error": sample.error if sample else trial.done.reason,
         "phase": sample.phase if sample else "",
@@ -108,20 +120,20 @@ def _turn_object(turn: Turn) -> dict[str, Any]:
 
 def show_trial(trial: Trial, console: Console, *, whole_text: bool) -> None:
     engines = ", ".join(f"{engine.role} {engine.model_name or engine.error}" for engine in trial.info.engines)
-    console.print(f"handler   {trial.handler}  evaluator {trial.info.evaluators[0].evaluator_id}", soft_wrap=True)
-    console.print(f"engine    {engines or 'none: the handler cannot generate'}", soft_wrap=True)
+    _say(console, f"handler   {trial.handler}  evaluator {trial.info.evaluators[0].evaluator_id}")
+    _say(console, f"engine    {engines or 'none: the handler cannot generate'}")
     sample = trial.sample
     if sample is None:
-        console.print(f"outcome   {trial.done.state}: {trial.done.reason}", soft_wrap=True)
+        _say(console, f"outcome   {trial.done.state}: {trial.done.reason}")
     else:
         _show_turns(sample, console, whole_text=whole_text)
         _show_end(trial, sample, console, whole_text=whole_text)
     for warning in trial.warnings:
-        console.print(f"warning   {warning}", soft_wrap=True)
+        _say(console, f"warning   {warning}")
     if trial.traceback:
         console.print("traceback, from the handler's first line on:")
     for line in trial.traceback:
-        console.print(line, soft_wrap=True)
+        _say(console, line)
 
 
 def _show_turns(sample: SampleDone, console: Console, *, whole_text: bool) -> None:
@@ -135,35 +147,44 @@ def _show_turns(sample: SampleDone, console: Console, *, whole_text: bool) -> No
         text = turn.text if whole_text else _shortened(turn.text, _SHORT_TEXT)
         mask = "0" if turn.source == ENVIRONMENT else "1"
         table.add_row(
-            str(number), turn.source, f"{turn.end - turn.start:,}", mask, turn.finish_reason or "", Text(text)
+            str(number), turn.source, f"{turn.end - turn.start:,}", mask, turn.finish_reason or "", Text(_visible(text))
         )
     console.print(table)
 
 
 def _show_end(trial: Trial, sample: SampleDone, console: Console, *, whole_text: bool) -> None:
     reason = f"  the agent's reason: {sample.termination_reason}" if sample.termination_reason else ""
-    console.print(f"outcome   {sample.outcome}{reason}", soft_wrap=True)
+    _say(console, f"outcome   {trial.outcome}{reason}")
     if sample.error:
-        console.print(f"error     in {sample.phase}: {sample.error}", soft_wrap=True)
+        _say(console, f"error     in {sample.phase}: {sample.error}")
     elif trial.done.reason:
-        console.print(f"error     {trial.done.reason}", soft_wrap=True)
+        _say(console, f"error     {trial.done.reason}")
     console.print(f"reward    {trial.reward.score:g}")
     for key, value in trial.reward.details.items():
         said = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=repr).decode()
-        console.print(f"  {key}: {said if whole_text else _shortened(said, _SHORT_DETAIL)}", soft_wrap=True)
+        _say(console, f"  {key}: {said if whole_text else _shortened(said, _SHORT_DETAIL)}")
     times = sample.timings
     speed = trial.tokens_per_second
-    console.print(
+    _say(
+        console,
         f"time      wait {times.wait_seconds:.3f} s, run {times.run_seconds:.3f} s (generate "
         f"{times.generate_seconds:.3f} s, the rest {max(0.0, times.run_seconds - times.generate_seconds):.3f} s), "
         f"eval {times.eval_seconds:.3f} s",
-        soft_wrap=True,
     )
     generated = f"{sample.trajectory.generated_tokens:,} of {len(sample.trajectory):,} generated"
     console.print(f"tokens    {generated}" + (f", {speed:.1f} a second" if speed else ""))
     held = trial.info.evaluators[0].sample_resource.words
     where = f"node {sample.node_ip}, gpus {list(sample.gpu_ids)}" if sample.node_ip else "no node: there is no cluster"
-    console.print(f"held      {where}; {held}", soft_wrap=True)
+    _say(console, f"held      {where}; {held}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(_visible(text), soft_wrap=True)
+
+
+def _visible(text: str) -> str:
+    """Control characters as Python writes them: nothing of a sample is a command to the terminal."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def _shortened(text: str, limit: int) -> str:

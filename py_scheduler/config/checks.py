@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from py_scheduler.config.tables import UNIX_PREFIX
 from py_scheduler.domain.limits import check_sampling, check_stopping, name_fault
 from py_scheduler.domain.resources import check_extras
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
-from py_scheduler.rollout.reuse import FORCE_FRESH, REUSE, REUSE_DIR
+from py_scheduler.rollout.reuse import check_reuse
 from py_scheduler.rollout.sources import check_source
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ def check(config: Config) -> Iterator[FieldViolation]:
         yield FieldViolation("scheduler.max_running_samples", "must be at least 1, or nothing would ever run")
     if _MAX_STOP_GRACE_SECONDS < config.scheduler.stop_grace_seconds < math.inf:
         yield FieldViolation("scheduler.stop_grace_seconds", f"must be at most {_MAX_STOP_GRACE_SECONDS:g}")
+    strategy = config.scheduler.batching_strategy
+    if strategy and not _HANDLER.match(strategy):
+        yield FieldViolation("scheduler.batching_strategy", f'is {strategy!r}, must be "module:function"')
     yield from _prefixed("sampling", check_sampling(config.sampling))
     yield from _prefixed("stopping", check_stopping(config.stopping))
     for role in config.generation:
@@ -56,7 +60,7 @@ def check(config: Config) -> Iterator[FieldViolation]:
 
     yield from _check_rollout(config.rollout)
     for key in ("dataset", "eval_dataset"):
-        yield from _check_sources(getattr(config, key), key)
+        yield from _check_sources(getattr(config, key), key, ids)
 
 
 def _check_listen(server: ServerSettings) -> Iterator[FieldViolation]:
@@ -88,6 +92,9 @@ def _check_evaluator(evaluator: EvaluatorSettings, key: str) -> Iterator[FieldVi
         if resource is not None:
             yield from _check_numbers(resource, f"{key}.{name}")
             yield from _prefixed(f"{key}.{name}", check_extras(resource, is_budget=name == "resource"))
+            if name != "resource" and 1 < resource.gpu < math.inf and not resource.gpu.is_integer():
+                rule = "below 1 (a share of one GPU) or a whole number of GPUs"
+                yield FieldViolation(f"{key}.{name}.gpu", f"is {resource.gpu:g}, must be {rule}")
             if resource.concurrency < 1:
                 yield FieldViolation(f"{key}.{name}.concurrency", "must be at least 1")
     if evaluator.eval_resource is not None:
@@ -104,22 +111,22 @@ def _check_evaluator(evaluator: EvaluatorSettings, key: str) -> Iterator[FieldVi
 def _check_rollout(rollout: RolloutSettings) -> Iterator[FieldViolation]:
     if not rollout.artifact_dir:
         yield FieldViolation("rollout.artifact_dir", "must not be empty: name a folder")
-    reuse = rollout.reuse
-    if reuse.force_fresh and (reuse.reuse_rollout or reuse.reuse_dir):
-        key, variable = ("reuse_rollout", REUSE) if reuse.reuse_rollout else ("reuse_dir", REUSE_DIR)
-        yield FieldViolation(
-            "rollout.reuse.force_fresh",
-            f"({FORCE_FRESH}) asks for fresh samples, {key} ({variable}) for saved ones: take one of them away",
-        )
+    yield from check_reuse(rollout.reuse)
 
 
-def _check_sources(sources: Sequence[SourceSettings], table: str) -> Iterator[FieldViolation]:
+def _check_sources(sources: Sequence[SourceSettings], table: str, ids: Sequence[str]) -> Iterator[FieldViolation]:
     names = [source.name for source in sources]
     for number, source in enumerate(sources):
         key = f"{table}[{number}]"
         yield from _prefixed(key, check_source(source))
+        if source.kind == "python" and source.factory and not _HANDLER.match(source.factory):
+            yield FieldViolation(f"{key}.factory", f'is {source.factory!r}, must be "module:function"')
         if source.name in names[:number]:
             yield FieldViolation(f"{key}.name", f"{source.name!r} is taken by another {table}")
+        if ids and source.task_type not in ids:
+            near = difflib.get_close_matches(source.task_type, ids, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ids)}"
+            yield FieldViolation(f"{key}.task_type", f"no evaluator is called {source.task_type!r}: {hint}")
 
 
 def _check_numbers(settings: msgspec.Struct, key: str) -> Iterator[FieldViolation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from enum import EnumType
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -50,6 +51,7 @@ def convert_with_parts(table: object, target: type[StructT], key: str) -> Struct
 _MESSAGE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>(?:key )?[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _ANY_ENTRY = "[...]"
+_TYPE_WORDS: dict[Any, str] = {float: "a number", int: "a whole number"}
 _INDEX = re.compile(r"\[[^\]]*\]")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 
@@ -108,9 +110,10 @@ def _type_at(target: Any, inner_path: str) -> Any:
 
 
 def _choices(annotation: Any) -> str:
-    """The values of an enumeration or a Literal."""
+    """The values of an enumeration or a Literal, also where another type would do."""
     members = annotation if isinstance(annotation, EnumType) else getattr(annotation, "__args__", ())
-    return ", ".join(str(member) for member in members)
+    told = (_choices(member) or _TYPE_WORDS.get(member, str(member)) for member in members if member is not NoneType)
+    return ", ".join(told)
 
 
 def _struct_in(annotation: Any) -> Any:

@@ -52,6 +52,15 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     memory_gb: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
+class SchedulerSettings(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `[scheduler]` table: the engine's settings, and who makes the batches.
+
+    batching_strategy: "module:function", called with the tasks and the evaluators by id; empty: `fifo_batching`.
+    """
+
+    batching_strategy: str = ""
+
+
 class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One `[[evaluator]]` table: an EvaluatorSpec whose handler is named `module:Class` and made with `handler_args`.
 
@@ -77,7 +86,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     server: ServerSettings = ServerSettings()
     cluster: ClusterSettings = ClusterSettings()
-    scheduler: EngineSettings = EngineSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
     sampling: SamplingParams = SamplingParams()
     stopping: StoppingCriteria = StoppingCriteria()
     generation: dict[str, dict[str, Any]] = {}

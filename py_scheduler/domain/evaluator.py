@@ -73,7 +73,12 @@ class Episode(Protocol):
     async def encode(self, text: str) -> list[int]: ...
 
     async def observe_chat(self, messages: Sequence[ChatMessage]) -> None:
-        """Encodes a conversation and appends it to the context, with its text for the record."""
+        """Encodes a conversation and appends it to the context, with its text for the record.
+
+        Once in an episode: the template writes whole conversations, so a second one would stand behind the first as
+        another conversation. What comes after an answer is for `integrations.chat_turns.observe_reply`. Raises
+        FailedPreconditionError.
+        """
         ...
 
     def observe(self, token_ids: Iterable[int], text: str = "") -> None:

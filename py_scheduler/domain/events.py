@@ -119,7 +119,8 @@ class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
     outcomes: how many samples ended in each class. reason: why it is not SUCCEEDED.
     rewards: what the handler's `eval_group` gave, one to a sample in the order of sample_no; these take the place of
-    the samples' own. Empty when the handler scores no groups.
+    the samples' own. group_outcomes: what these make of the samples, in the same order; `outcomes` counts them. Both
+    are empty when the handler scores no groups.
     """
 
     submission_id: str
@@ -131,6 +132,7 @@ class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     reason: str
     unix_seconds: float
     rewards: tuple[Reward, ...] = ()
+    group_outcomes: tuple[Outcome, ...] = ()
 
 
 Event = TasksAccepted | AttemptsLeased | AttemptStarted | AttemptEnded | AbortRequested | TaskDone

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from py_scheduler.errors import InvalidArgumentError
+
 
 class IterationContext(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Published once for a step, seen by each of its episodes.
@@ -15,3 +17,10 @@ class IterationContext(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     rollout_id: int
     beta: float = 0.0
     t_max: int = 0
+
+
+def checked_rollout_id(rollout_id: int) -> int:
+    """The same. Raises InvalidArgumentError for one below 0."""
+    if rollout_id < 0:
+        raise InvalidArgumentError(f"is {rollout_id}, iterations count from 0", "rollout_id")
+    return rollout_id

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 MAX_NAME_LENGTH = 512
 """Characters of an id, label, namespace, task type or client key."""
 MAX_REPEAT_TIMES = 65_536
+MAX_GROUPS_PER_STEP = 100_000
 MAX_SAMPLES_PER_CALL = 500_000
 """Planned samples of all tasks of one SubmitTasks call: taking them in holds the loop for a moment."""
+MAX_SAMPLES_PER_STEP = MAX_SAMPLES_PER_CALL
+"""Of a rollout or an eval: their tasks and results are in memory at once."""
 MAX_TASKS_PER_ABORT = 100_000
 MAX_RETRIES = 1_000
 MAX_DEADLINE_SECONDS = 366 * 86_400.0
@@ -99,6 +102,14 @@ def check_batch_id(batch_id: object) -> Iterator[FieldViolation]:
 def check_iteration(iteration: IterationContext) -> Iterator[FieldViolation]:
     """A step before the first, or a probability that is none."""
     yield from _outside(iteration, _ITERATION_RANGES)
+
+
+def check_step_samples(samples: int, made_of: str, field: str) -> None:
+    """made_of: what the step's samples come from, in words. Raises InvalidArgumentError when they are too many."""
+    if samples > MAX_SAMPLES_PER_STEP:
+        raise InvalidArgumentError(
+            f"{made_of} are over {MAX_SAMPLES_PER_STEP} samples, the most of one step: ask for fewer", field
+        )
 
 
 def _outside(params: object, ranges: dict[str, Range]) -> Iterator[FieldViolation]:

@@ -155,9 +155,9 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         """What is free, for messages; `node_ip` and GPUs left out."""
         return "  ".join(
             [
-                f"cpu {self.free_cpu:g}/{self.cpu:g}",
-                f"memory_gb {self.free_memory_gb:g}/{self.memory_gb:g}",
-                *(f"{name} {self.free_named.get(name, 0):,}/{count:,}" for name, count in self.named.items()),
+                f"cpu {self.free_cpu:g} of {self.cpu:g} free",
+                f"memory_gb {self.free_memory_gb:g} of {self.memory_gb:g} free",
+                *(f"{name} {self.free_named.get(name, 0):,} of {count:,} free" for name, count in self.named.items()),
                 *(f"{key}={value}" for key, value in self.labels.items()),
             ]
         )

@@ -102,6 +102,11 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     generate_seconds: float = 0.0
     eval_seconds: float = 0.0
 
+    @property
+    def held_seconds(self) -> float:
+        """As long as the sample held its room: from run through eval."""
+        return self.run_seconds + self.eval_seconds
+
 
 class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sample's terminal record; every planned sample of a task gets exactly one.
@@ -123,3 +128,8 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gpu_ids: tuple[int, ...] = ()
     timings: Timings = Timings()
     started_unix_seconds: float = 0.0
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether it was played and scored to its end."""
+        return self.outcome.is_model_result and not self.error

@@ -65,19 +65,28 @@ class DatasetOutcomes(msgspec.Struct, frozen=True, kw_only=True):
     mean_reward: float | None = None
 
 
+class KeptGroup(msgspec.Struct, frozen=True):
+    """A group that a step kept, and which of its samples the filters left."""
+
+    task_id: str
+    sample_nos: tuple[int, ...]
+
+
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a step.
 
-    submission_id: of its tasks' events; empty when nothing was rolled out. task_ids: of the groups that were kept.
+    submission_id: of its tasks' events; empty when nothing was rolled out. kept: in the order of the training samples;
+    of an eval, every copy of every prompt.
     rounds: how often tasks were fetched. files: relative to the server's artifact folder.
-    reused_from: the file whose samples took the place of a rollout; empty when there was one.
+    reused_from: the file whose samples took the place of a rollout; empty when there was one. samples_of: the iteration
+    whose saved samples these are, for `read_samples`; None when the server keeps none of them.
     """
 
     kind: StepKind
     rollout_id: int
     request_id: str
     submission_id: str = ""
-    task_ids: tuple[str, ...] = ()
+    kept: tuple[KeptGroup, ...] = ()
     rounds: int = 0
     training_samples: int = 0
     filters: tuple[FilterReport, ...] = ()
@@ -86,3 +95,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...] = ()
     reused_from: str = ""
     warnings: tuple[str, ...] = ()
+    samples_of: int | None = None
+
+    @property
+    def task_ids(self) -> tuple[str, ...]:
+        """Of the groups that were kept."""
+        return tuple(group.task_id for group in self.kept)

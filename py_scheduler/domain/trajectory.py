@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
+from py_scheduler.domain.plain import safe_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,6 +69,21 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def generated_tokens(self) -> int:
         return self.loss_mask_bytes.count(1)
 
+    @property
+    def generated_turns(self) -> tuple[Turn, ...]:
+        """Those that an engine wrote, complete or cut."""
+        return tuple([turn for turn in self.turns if turn.source != ENVIRONMENT])
+
+    @property
+    def read_text(self) -> str:
+        """What the model read, over all turns."""
+        return "\n".join([turn.text for turn in self.turns if turn.source == ENVIRONMENT])
+
+    @property
+    def written_text(self) -> str:
+        """What the model wrote, over all turns."""
+        return "\n".join([turn.text for turn in self.generated_turns])
+
 
 EMPTY_TRAJECTORY = Trajectory()
 
@@ -98,7 +114,7 @@ class TrajectoryBuilder:
         self.token_ids.extend(added)
         self._log_probs.frombytes(bytes(4 * count))
         self._loss_mask.extend(bytes(count))
-        self._turns.append(Turn(start=start, end=start + count, source=ENVIRONMENT, text=text))
+        self._turns.append(Turn(start=start, end=start + count, source=ENVIRONMENT, text=safe_text(text)))
 
     def append_generation(self, generation: Generation, source: str) -> None:
         """Tokens that the engine in role `source` generated, complete or partial."""
@@ -111,14 +127,15 @@ class TrajectoryBuilder:
         self._log_probs.extend(log_probs)
         self._loss_mask.extend(b"\x01" * count)
         self._spans.extend(
-            WeightSpan(span.version, start + span.start, start + span.end) for span in generation.weight_spans
+            WeightSpan(safe_text(span.version), start + span.start, start + span.end)
+            for span in generation.weight_spans
         )
         self._turns.append(
             Turn(
                 start=start,
                 end=start + count,
                 source=source,
-                text=generation.text,
+                text=safe_text(generation.text),
                 finish_reason=generation.finish_reason,
                 log_prob_kind=generation.log_prob_kind,
             )

@@ -54,6 +54,10 @@ Longer than adapters wait for an engine that does not react to an abort: what ha
 
 _MAX_TEXT = 1 << 20
 _OVER = "this episode is over: its handler has returned"
+_ONE_CONVERSATION = (
+    "observe_chat begins a conversation, and this episode has one: give it all messages at once, and what comes after "
+    "an answer to observe_reply(episode, text) from py_scheduler.integrations.chat_turns"
+)
 
 
 class EpisodeServices:
@@ -83,6 +87,7 @@ class HandlerEpisode:
 
     __slots__ = (
         "_builder",
+        "_has_conversation",
         "_is_generating",
         "_is_over",
         "_sampling",
@@ -122,6 +127,7 @@ class HandlerEpisode:
         self._workdir: Path | None = None
         self.phase_deadline: float | None = None
         self.generate_seconds = 0.0
+        self._has_conversation = False
         self._is_generating = False
         self._is_over = False
         self._builder: TrajectoryBuilder | None = None
@@ -205,6 +211,10 @@ class HandlerEpisode:
         return await self._engine(STUDENT).encode(text)
 
     async def observe_chat(self, messages: Sequence[ChatMessage]) -> None:
+        """See `domain.evaluator.Episode.observe_chat`."""
+        if self._has_conversation or (self._builder and self._builder.turns_generated):
+            raise FailedPreconditionError(_ONE_CONVERSATION)
+        self._has_conversation = True
         text = "\n".join(f"{message.role}: {message.content}" for message in messages)
         self.observe(await self.encode_chat(messages), text)
 

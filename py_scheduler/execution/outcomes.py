@@ -13,6 +13,7 @@ import traceback
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.results import Outcome
 from py_scheduler.errors import ContextOverflowError, EngineUnavailableError, GenerationError, SandboxError
 
@@ -104,7 +105,7 @@ def describe(error: BaseException) -> str:
 def _text_of(error: BaseException) -> str:
     """What an exception says; nothing when even saying it fails, which is somebody else's code."""
     try:
-        return str(error)
+        return safe_text(str(error))
     except Exception:  # noqa: BLE001 -- an exception of a handler's own making may raise anything here
         return ""
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
+from py_scheduler.domain.plain import details_json, plain_number, safe_text
 from py_scheduler.domain.results import (
     NO_REWARD,
     AgentResult,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_DETAILS_BYTES = 1 << 20
+_MAX_GROUP_DETAILS_BYTES = 16 << 20
+"""Of all rewards of a group: they travel in one event, which has to fit a message."""
 _MAX_LOGGED = 1_000
 _logged: set[tuple[str, str, str]] = set()
 """Evaluator, phase and description of the failures that the log has a traceback of."""
@@ -135,7 +138,10 @@ def _checked_rewards(rewards: object, count: int, spec: EvaluatorSpec) -> tuple[
         raise TypeError(f"{handler}.eval_group returned {type(rewards).__name__}, not a list of Reward")
     if len(rewards) != count:
         raise ValueError(f"{handler}.eval_group returned {len(rewards)} rewards for {count} samples")
-    return tuple([_checked_reward(reward, spec, "eval_group") for reward in rewards])
+    checked = tuple([_checked_reward(reward, spec, "eval_group") for reward in rewards])
+    if sum(len(msgspec.json.encode(reward.details)) for reward in checked if reward.details) > _MAX_GROUP_DETAILS_BYTES:
+        raise ValueError(f"{handler}.eval_group gave over {_MAX_GROUP_DETAILS_BYTES} bytes of details in all")
+    return checked
 
 
 def _log_failure(who: str, phase: str, spec: EvaluatorSpec, error: str, raised: BaseException) -> None:
@@ -149,12 +155,25 @@ def _log_failure(who: str, phase: str, spec: EvaluatorSpec, error: str, raised: 
 
 
 def _checked_reward(value: object, spec: EvaluatorSpec, method: str) -> Reward:
+    """With the score as a number and details that can be sent and stored, whatever they were made of."""
+    handler = type(spec.handler).__name__
+    if isinstance(value, Reward):
+        details: Any = value.details
+        if isinstance(details, dict) and details:
+            # A copy, so that neither a later change nor an odd object reaches what lies behind.
+            details = _plain_details(details, f"{handler}.{method}")
+        value = Reward(score=cast("float", plain_number(value.score)), details=details)
     reward = _checked(value, Reward, spec, method)
     if not math.isfinite(reward.score):
-        raise ValueError(f"{type(spec.handler).__name__}.{method} gave the score {reward.score}")
-    if reward.details and _size(reward.details) > _MAX_DETAILS_BYTES:
-        raise ValueError(f"{type(spec.handler).__name__}.{method} gave over {_MAX_DETAILS_BYTES} bytes of details")
+        raise ValueError(f"{handler}.{method} gave the score {reward.score}")
     return reward
+
+
+def _plain_details(details: dict[str, Any], method: str) -> dict[str, Any]:
+    encoded = details_json(details)
+    if len(encoded) > _MAX_DETAILS_BYTES:
+        raise ValueError(f"{method} gave over {_MAX_DETAILS_BYTES} bytes of details")
+    return msgspec.json.decode(encoded, type=dict[str, Any])
 
 
 def _checked(value: object, kind: type[_Returned], spec: EvaluatorSpec, method: str) -> _Returned:
@@ -166,14 +185,6 @@ def _checked(value: object, kind: type[_Returned], spec: EvaluatorSpec, method: 
         return msgspec.convert(msgspec.structs.asdict(value), kind)
     except msgspec.ValidationError as error:
         raise TypeError(f"{handler}.{method} returned a {kind.__name__} that is not one: {error}") from error
-
-
-def _size(details: dict[str, object]) -> int:
-    """Bytes on the wire; what cannot be encoded is replaced there, and small."""
-    try:
-        return len(msgspec.json.encode(details))
-    except (TypeError, ValueError, RecursionError, OverflowError):
-        return 0
 
 
 async def _absorb_cancellation(worker: Worker) -> None:
@@ -191,7 +202,7 @@ async def _absorb_cancellation(worker: Worker) -> None:
 
 
 def _text_only(said: object) -> str:
-    return said if isinstance(said, str) else ""
+    return safe_text(said) if isinstance(said, str) else ""
 
 
 def _sample_done(play: _Play, running: RunningAttempt, episode: HandlerEpisode, error: str, now: float) -> SampleDone:
@@ -204,8 +215,7 @@ def _sample_done(play: _Play, running: RunningAttempt, episode: HandlerEpisode, 
         outcome=play.outcome,
         reward=play.reward,
         trajectory=episode.trajectory(),
-        termination_reason=(play.result.termination_reason if play.result is not None else "")
-        or (episode.termination_reason and _text_only(episode.termination_reason)),
+        termination_reason=_text_only((play.result and play.result.termination_reason) or episode.termination_reason),
         error=error,
         phase=running.phase if error else "",
         node_ip=running.node_ip,

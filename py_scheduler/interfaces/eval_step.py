@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from py_scheduler.domain.limits import check_step_samples
 from py_scheduler.domain.results import Outcome, TaskState
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
-from py_scheduler.interfaces.results import EvalResult, relative_files
+from py_scheduler.interfaces.step_results import EvalResult, relative_files
 from py_scheduler.rollout.details import DetailsWriter
 from py_scheduler.rollout.environment import eval_context, process_environment
 from py_scheduler.rollout.groups import Group
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.results import Reward, SampleDone
     from py_scheduler.domain.task import Task
-    from py_scheduler.interfaces.running import Trace
+    from py_scheduler.interfaces.task_run import Trace
     from py_scheduler.interfaces.task_scheduler import TaskScheduler
 
 DATASET_NAME = "_eval_dataset_name"
@@ -45,10 +46,14 @@ MAX_PROMPTS = 100_000
 def eval_copies(source: DataSource, copies: int) -> Iterator[Task]:
     """Each prompt of a data set, to its end, `copies` times in a row, as eval tasks of one sample.
 
-    Raises InvalidArgumentError for a data set that does not seem to end.
+    Raises InvalidArgumentError for a data set that does not seem to end, or is too much for one eval.
     """
     prompt_no = 0
     while tasks := source.take(_TAKEN_AT_ONCE):
+        prompts = prompt_no + len(tasks)
+        check_step_samples(
+            prompts * copies, f"{prompts} prompts or more of data set {source.name!r}, {copies} times each,", "samples"
+        )
         for task in tasks:
             config = msgspec.structs.replace(task.config, repeat_times=1, is_eval=True, dataset=source.name)
             for copy_no in range(copies):
@@ -74,22 +79,22 @@ class EvalStep:
         self._trace = trace
         self._open: dict[tuple[str, int], list[Group]] = {}
         self._prompts: dict[str, dict[int, Group]] = {source.name: {} for source in scheduler.eval_sources}
-        self._details = DetailsWriter(
-            scheduler.artifact_root,
-            "eval",
-            rollout_id,
-            samples=self._settings.save_eval_details,
-            started_unix_seconds=time.time(),
-        )
+        self._folder = scheduler.folder
+        with self._folder.telling():
+            self._details = DetailsWriter(
+                scheduler.artifact_root,
+                "eval",
+                rollout_id,
+                samples=self._settings.save_eval_details,
+                started_unix_seconds=time.time(),
+            )
 
     async def execute(self, request_prefix: str) -> EvalResult:
         """See TaskScheduler.execute_eval."""
         scheduler = self._scheduler
         with self._published() as context:
-            datasets = [eval_copies(source, self._copies) for source in scheduler.eval_sources]
-            tasks = list(scheduler.distribute(datasets))
             run = scheduler.run_each(
-                tasks,
+                await self._tasks(),
                 batch_id=f"{self._rollout_id}/eval",
                 request_prefix=request_prefix,
                 iteration=context,
@@ -100,7 +105,7 @@ class EvalStep:
                     await self._take(group)
         if not any(self._prompts.values()):
             raise FailedPreconditionError("the eval data sets hold no prompt: there is nothing to evaluate")
-        summary = await asyncio.to_thread(self._details.close, time.time(), context=context)
+        summary = await self._folder.run(lambda: self._details.close(time.time(), context=context))
         return EvalResult(
             rollout_id=self._rollout_id,
             datasets={name: tuple(prompts[no] for no in sorted(prompts)) for name, prompts in self._prompts.items()},
@@ -111,9 +116,23 @@ class EvalStep:
         )
 
     def _published(self) -> AbstractContextManager[IterationContext]:
+        eval_beta = self._settings.eval_beta
         if self._settings.export_environment:
-            return process_environment.evaluation(self._rollout_id)
-        return nullcontext(eval_context(self._rollout_id, os.environ))
+            return process_environment.evaluation(self._rollout_id, eval_beta)
+        return nullcontext(eval_context(self._rollout_id, os.environ, eval_beta))
+
+    async def _tasks(self) -> list[Task]:
+        """All of them, few at a time: a source reads files."""
+        datasets = [eval_copies(source, self._copies) for source in self._scheduler.eval_sources]
+        tasks: list[Task] = []
+        for task in self._scheduler.distribute(datasets):
+            tasks.append(task)
+            if len(tasks) % _TAKEN_AT_ONCE == 0:
+                check_step_samples(
+                    len(tasks), f"the prompts of {len(datasets)} eval data sets and their copies", "samples"
+                )
+                await asyncio.sleep(0)
+        return tasks
 
     async def _take(self, copy: Group) -> None:
         """Keeps a copy until all of its prompt are there."""
@@ -123,7 +142,7 @@ class EvalStep:
         if len(copies) == self._copies:
             del self._open[name, prompt_no]
             prompt = self._prompts[name][prompt_no] = joined(copies)
-            await asyncio.to_thread(self._details.add, prompt)
+            await self._folder.run(lambda: self._details.add(prompt))
 
 
 def joined(copies: list[Group]) -> Group:
@@ -131,10 +150,12 @@ def joined(copies: list[Group]) -> Group:
     copies.sort(key=lambda group: int(group.task.metadata[COPY_NO]))
     samples: list[SampleDone] = []
     rewards: list[Reward] = []
+    outcomes: list[Outcome] = []
     for number, group in enumerate(copies):
         samples += [msgspec.structs.replace(sample, sample_no=number) for sample in group.samples]
         rewards += group.rewards
-    outcomes = [sample.outcome for sample in samples]
+        outcomes += group.outcomes
+    is_group_scored = any(group.done.rewards for group in copies)
     states = {group.done.state for group in copies}
     first = copies[0]
     done = msgspec.structs.replace(
@@ -143,7 +164,8 @@ def joined(copies: list[Group]) -> Group:
         planned_samples=len(copies),
         outcomes={outcome: outcomes.count(outcome) for outcome in Outcome if outcome in outcomes},
         reason="; ".join(dict.fromkeys(group.done.reason for group in copies if group.done.reason)),
-        rewards=tuple(rewards) if any(group.done.rewards for group in copies) else (),
+        rewards=tuple(rewards) if is_group_scored else (),
+        group_outcomes=tuple(outcomes) if is_group_scored else (),
     )
     metadata = {key: value for key, value in first.task.metadata.items() if key != COPY_NO}
     config = msgspec.structs.replace(first.task.config, repeat_times=len(copies))

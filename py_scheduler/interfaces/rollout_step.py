@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.limits import check_step_samples
 from py_scheduler.domain.steps import FilterReport
-from py_scheduler.errors import FailedPreconditionError
-from py_scheduler.interfaces.results import RolloutResult, relative_files
-from py_scheduler.interfaces.running import acceptance_order
+from py_scheduler.errors import FailedPreconditionError, NotFoundError
+from py_scheduler.interfaces.step_results import RolloutResult, relative_files
+from py_scheduler.interfaces.task_run import acceptance_order
 from py_scheduler.rollout.details import DetailsWriter
 from py_scheduler.rollout.environment import process_environment
 from py_scheduler.rollout.filters import GroupFilter, NextMove, next_move, shortfall
-from py_scheduler.rollout.iteration_summary import IterationSummary
 from py_scheduler.rollout.reuse import ReuseAction, ReuseDecision, decide_reuse
-from py_scheduler.rollout.store import RolloutStore, read_samples, replay_path
+from py_scheduler.rollout.store import RolloutStore, read_samples, replay_path, saved_rollout_id
 from py_scheduler.rollout.training import pad_groups, training_group
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from py_scheduler.domain.task import Task
-    from py_scheduler.interfaces.running import Trace
+    from py_scheduler.interfaces.task_run import Trace
     from py_scheduler.interfaces.task_scheduler import TaskScheduler
     from py_scheduler.rollout.groups import Group
 
@@ -59,6 +59,9 @@ class RolloutStep:
         self._wanted = groups or self._settings.groups_per_step
         self._samples = samples or self._settings.samples_per_group
         self._trace = trace
+        fetched = math.ceil(self._wanted * self._settings.over_sampling)
+        check_step_samples(fetched * (self._samples or 1), f"{fetched} groups of {self._samples or 1}", "samples")
+        self._folder = scheduler.folder
         root = scheduler.artifact_root
         self._store = None if root is None else RolloutStore(root, file_format=self._settings.file_format)
         self._details = DetailsWriter(root, "train", rollout_id, started_unix_seconds=time.time())
@@ -68,54 +71,75 @@ class RolloutStep:
 
     async def execute(self) -> RolloutResult:
         """See TaskScheduler.execute_rollout."""
-        loop = self._scheduler.loop
-        decision = decide_reuse(self._rollout_id, os.environ, self._settings.reuse, loop.unfinished)
+        loop = self._scheduler.training_loop
+        decision = decide_reuse(
+            self._rollout_id,
+            os.environ,
+            self._settings.reuse,
+            loop.unfinished,
+            first_is_saved=await self._folder.run(self._first_is_saved),
+        )
         if decision.warning:
             _log.warning("%s", decision.warning)
         if decision.action in (ReuseAction.LOAD, ReuseAction.REPLAY):
-            result = await asyncio.to_thread(self._reuse, decision)
-            await loop.skip(self._rollout_id)
+            result = await self._folder.run(lambda: self._reuse(decision))
+            self._trace.is_final = True
+            await loop.skip(self._rollout_id, self._trace.request_id)
             return result
         self._scheduler.check_has_source()
-        request_prefix = await loop.begin(self._rollout_id)
+        request_prefix = await loop.begin(self._rollout_id, self._trace.request_id)
         try:
             result = await self._roll_out(request_prefix, decision)
+            self._trace.is_final = True
+            await loop.finish(result)
         except BaseException:
             loop.give_back(ids_are_used=not self._scheduler.leaves_tasks)
             raise
-        await loop.finish()
         return result
 
     # Reuse
+
+    def _first_is_saved(self) -> bool:
+        """In a thread: it may read a file."""
+        if self._store is None or self._settings.reuse.mode != "auto":
+            return False
+        try:
+            self._store.saved_path(0)
+        except NotFoundError:
+            return False
+        return True
 
     def _reuse(self, decision: ReuseDecision) -> RolloutResult:
         """In a thread: it reads files."""
         if decision.action is ReuseAction.REPLAY:
             path = replay_path(Path(decision.reuse_dir), self._rollout_id)
-            groups, name = read_samples(path), path.name
         elif self._store is not None:
-            groups = self._store.load(decision.load_iteration)
-            name = "the newest samples" if decision.load_iteration is None else f"iteration {decision.load_iteration}"
+            path = self._store.saved_path(decision.load_iteration)
         else:
             raise FailedPreconditionError(
                 f"samples are to be reused ({decision.because}), but there is no artifact folder to read them from"
             )
-        samples = tuple(tuple(group) for group in groups)
+        samples = tuple(tuple(group) for group in read_samples(path))
         if not samples:
-            raise FailedPreconditionError(f"{name} holds no samples: roll out instead ({decision.because})")
-        now = time.time()
+            raise FailedPreconditionError(f"{path.name} holds no samples: roll out instead ({decision.because})")
+        warnings = (decision.warning,) if decision.warning else ()
+        # The summary of a rollout of this iteration, if there was one, tells more than this one can.
+        files = [path for path in self._details.paths if not path.exists()]
+        summary = self._details.close(
+            time.time(),
+            dummies=sum(sample.remove_sample for group in samples for sample in group),
+            reuse=decision.action,
+            warnings=warnings,
+            keeps_existing=True,
+        )
         return RolloutResult(
             rollout_id=self._rollout_id,
             samples=samples,
-            summary=IterationSummary(
-                kind="train",
-                rollout_id=self._rollout_id,
-                reuse=decision.action,
-                started_unix_seconds=now,
-                ended_unix_seconds=now,
-            ),
-            reused_from=name,
-            warnings=(decision.warning,) if decision.warning else (),
+            summary=summary,
+            files=relative_files(files, self._scheduler.artifact_root),
+            reused_from=path.name,
+            samples_of=saved_rollout_id(path) if decision.action is ReuseAction.LOAD else None,
+            warnings=warnings,
         )
 
     # Rolling out
@@ -125,7 +149,7 @@ class RolloutStep:
         with self._published(context):
             await self._run_rounds(request_prefix, context)
         groups = self._survivors[: self._wanted]
-        return await asyncio.to_thread(self._hand_out, groups, context, decision)
+        return await self._folder.run(lambda: self._hand_out(groups, context, decision))
 
     def _context(self) -> IterationContext:
         schedule = self._settings.dagger
@@ -141,6 +165,10 @@ class RolloutStep:
             fetched = await self._fetch(math.ceil(missing * self._settings.over_sampling))
             if fetched:
                 tasks = list(self._scheduler.distribute([fetched], samples=self._samples))
+                planned = sum([task.config.repeat_times for task in tasks])
+                check_step_samples(
+                    planned, f"{len(tasks)} groups, as many samples each as their data set says,", "groups"
+                )
                 await self._run_round(tasks, f"{request_prefix}/{self._rounds}", context)
                 self._rounds += 1
             move = next_move(
@@ -182,27 +210,31 @@ class RolloutStep:
     async def _record(self, group: Group) -> None:
         self._details.add(group)
         if self._store is not None:
-            samples = training_group(group)
-            await asyncio.to_thread(self._store.checkpoint_group, self._rollout_id, group.task_id, samples)
+            store, samples = self._store, training_group(group)
+            await self._folder.run(lambda: store.checkpoint_group(self._rollout_id, group.task_id, samples))
 
     # Handing out
 
     def _hand_out(self, groups: list[Group], context: IterationContext, decision: ReuseDecision) -> RolloutResult:
         """In a thread: it writes files."""
         samples = pad_groups([training_group(group) for group in groups], self._wanted)
-        ended = Counter(sample.outcome for group in groups for sample in group.samples)
+        ended = Counter(outcome for group in groups for outcome in group.outcomes)
+        told = ", ".join(f"{outcome} {count}" for outcome, count in ended.items())
         if not any(outcome.is_model_result for outcome in ended):
-            told = ", ".join(f"{outcome} {count}" for outcome, count in ended.items())
             raise FailedPreconditionError(
                 f"iteration {self._rollout_id}: no sample was played to its end ({told}): see what they failed of, and "
                 "execute it again"
             )
-        warnings = self._warnings(len(groups), decision)
+        dummies = sum(sample.remove_sample for group in samples for sample in group)
+        is_empty = dummies == sum(map(len, samples))
+        warnings = tuple(self._warnings(len(groups), decision, told if is_empty else ""))
+        for warning in warnings:
+            _log.warning("%s", warning)
         summary = self._details.close(
             time.time(),
             context=context,
             filters=(*self._filter.reports, *self._surplus()),
-            dummies=sum(sample.remove_sample for group in samples for sample in group),
+            dummies=dummies,
             reuse=decision.action,
             warnings=warnings,
         )
@@ -219,6 +251,7 @@ class RolloutStep:
             summary=summary,
             submission_id=self._trace.submission_id,
             rounds=self._rounds,
+            samples_of=None if self._store is None else self._rollout_id,
             files=relative_files(files, self._scheduler.artifact_root),
             warnings=warnings,
         )
@@ -236,10 +269,15 @@ class RolloutStep:
                 dropped_task_ids=tuple(group.task_id for group in beyond),
             )
 
-    def _warnings(self, groups: int, decision: ReuseDecision) -> tuple[str, ...]:
-        warnings = [decision.warning] if decision.warning else []
+    def _warnings(self, groups: int, decision: ReuseDecision, all_dummies: str) -> Iterator[str]:
+        """all_dummies: how the samples ended, when there is none among them to learn from."""
+        if decision.warning:
+            yield decision.warning
         if groups < self._wanted:
             what = shortfall(groups, self._wanted, self._filter.reports)
-            warnings.append(f"iteration {self._rollout_id}: {what}; dummies stand in for the rest")
-            _log.warning("%s", warnings[-1])
-        return tuple(warnings)
+            yield f"iteration {self._rollout_id}: {what}; dummies stand in for the rest"
+        if all_dummies:
+            yield (
+                f"iteration {self._rollout_id}: not one sample can be learnt from ({all_dummies}): that takes tokens, "
+                "which a handler generates or observes through its episode, and an end without an error"
+            )

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Self, cast
 from py_scheduler.domain.requests import EventFilter, EventFrame
 from py_scheduler.domain.steps import StepKind, StepReport, StepRequest
 from py_scheduler.errors import AlreadyExistsError, FailedPreconditionError, SchedulerError
-from py_scheduler.interfaces.running import Trace
+from py_scheduler.interfaces.task_run import Trace
+from py_scheduler.rollout.store import RolloutStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from py_scheduler.domain.training_samples import TrainingSample
     from py_scheduler.interfaces.task_scheduler import TaskScheduler
 
 _log = logging.getLogger(__name__)
@@ -38,7 +40,11 @@ class _Step:
         self.over = asyncio.Event()
         self.report: StepReport | None = None
         self.failure: BaseException | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None]
+
+    @property
+    def can_be_cancelled(self) -> bool:
+        return not self.over.is_set() and not self.trace.is_final
 
 
 class StepDesk:
@@ -63,7 +69,7 @@ class StepDesk:
         self._is_stopping = True
         self._scheduler.leaves_tasks = True
         for step in self._steps.values():
-            if step.task is not None and not step.over.is_set():
+            if step.can_be_cancelled:
                 step.task.cancel()
 
     async def follow(
@@ -90,6 +96,19 @@ class StepDesk:
             if request.cancel_on_disconnect and not step.followers:
                 self._cancel(step)
 
+    async def saved_groups(self, rollout_id: int) -> AsyncGenerator[list[TrainingSample], None]:
+        """The groups that an iteration handed out, read from its file one after the other.
+
+        Raises FailedPreconditionError without an artifact folder, NotFoundError when they are not saved.
+        """
+        root = self._scheduler.artifact_root
+        if root is None:
+            raise FailedPreconditionError("this server keeps no samples: set rollout.artifact_dir")
+        store = RolloutStore(root, file_format=self._scheduler.settings.file_format)
+        groups = await self._scheduler.folder.run(lambda: store.load(rollout_id))
+        while (group := await self._scheduler.folder.run(lambda: next(groups, None))) is not None:
+            yield group
+
     # Steps
 
     def _known(self, request: StepRequest) -> _Step | None:
@@ -111,29 +130,37 @@ class StepDesk:
                     f"{other.request.kind} {other.request.rollout_id} is under way: wait for it, or follow it with its "
                     f"request_id {other.request.request_id!r}"
                 )
-        step = _Step(request, Trace(self._scheduler.engine.last_sequence))
+        if request.kind is StepKind.ROLLOUT:
+            self._scheduler.training_loop.refuse_if_done(request.request_id)
+        step = _Step(request, Trace(self._scheduler.engine.last_sequence, request.request_id))
         self._steps[request.request_id] = step
         step.task = self._tasks.create_task(self._run(step), name=f"{request.kind} {request.rollout_id}")
+        # Besides at the end of `_run`, because a task that is cancelled before its first turn never comes there.
+        step.task.add_done_callback(lambda _task: self._end(step))
         return step
 
     async def _run(self, step: _Step) -> None:
         try:
             step.report = await self._execute(step)
-        except asyncio.CancelledError:
-            if not self._is_stopping:
-                step.failure = FailedPreconditionError(
-                    "the step was cancelled, because the last client that followed it left: ask for it again"
-                )
         except Exception as error:  # noqa: BLE001 -- told to whoever follows; one step's fault is not the server's end
             if not isinstance(error, SchedulerError):
                 _log.exception("%s %d failed", step.request.kind, step.request.rollout_id)
             step.failure = error
         finally:
-            if step.report is None:
-                del self._steps[step.request.request_id]
-            step.over.set()
-            step.trace.begun.set()
-            self._forget_oldest()
+            self._end(step)
+
+    def _end(self, step: _Step) -> None:
+        if step.over.is_set():
+            return
+        if step.report is None:
+            del self._steps[step.request.request_id]
+            if step.failure is None and not self._is_stopping:
+                step.failure = FailedPreconditionError(
+                    "the step was cancelled, because the last client that followed it left: ask for it again"
+                )
+        step.over.set()
+        step.trace.begun.set()
+        self._forget_oldest()
 
     async def _execute(self, step: _Step) -> StepReport:
         request, trace = step.request, step.trace
@@ -151,7 +178,7 @@ class StepDesk:
             del self._steps[request_id]
 
     def _cancel(self, step: _Step) -> None:
-        if step.task is not None and not step.over.is_set() and not self._is_stopping:
+        if step.can_be_cancelled and not self._is_stopping:
             _log.info("%s %d is cancelled: its client left", step.request.kind, step.request.rollout_id)
             step.task.cancel()
 

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from py_scheduler.batching import BatchingStrategy, fifo_batching, interleave
+from py_scheduler.domain.iteration import checked_rollout_id
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, SubmissionKey
-from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
+from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.interfaces.artifact_folder import ArtifactFolder
 from py_scheduler.interfaces.eval_step import EvalStep
-from py_scheduler.interfaces.loop import Loop
 from py_scheduler.interfaces.rollout_step import RolloutStep
-from py_scheduler.interfaces.running import WINDOW_SAMPLES, RunTerms, TaskRun, Trace, acceptance_order, windows_of
+from py_scheduler.interfaces.task_run import WINDOW_SAMPLES, RunTerms, TaskRun, Trace, acceptance_order, windows_of
+from py_scheduler.interfaces.training_loop import TrainingLoop
 from py_scheduler.rollout.settings import RolloutSettings
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.data import DataSource
     from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import Batch, BatchId, Task
-    from py_scheduler.interfaces.results import EvalResult, RolloutResult
+    from py_scheduler.interfaces.step_results import EvalResult, RolloutResult
     from py_scheduler.rollout.groups import Group
     from py_scheduler.scheduler.engine import Engine
 
@@ -44,6 +46,8 @@ _OPEN_PER_RUNNING = 2
 """Samples that are open for each that can run at once: as many again wait, so that room is never without a taker."""
 _EVENTS_PER_SAMPLE = 4
 """More than a sample makes with its share of its task's: events of what is open are retained until they are read."""
+STEP_EVENTS = _EVENTS_PER_SAMPLE * WINDOW_SAMPLES
+"""An engine has to retain, so that a window of a step can be read."""
 
 
 class TaskScheduler:
@@ -52,7 +56,8 @@ class TaskScheduler:
     on_task_done: told of each task's Group as it completes, be it a plain function or an async one; what it raises
     ends the run. settings, source, eval_sources: of the steps; `run_all` needs none of them. eval_sources have names of
     their own, and an end.
-    artifact_root: the folder of everything that steps write, and of where the loop stands; None: nothing is kept.
+    artifact_root: the folder of everything that steps write, and of where the loop stands; nobody else may use it
+    meanwhile. None: nothing is kept.
     """
 
     def __init__(
@@ -68,11 +73,11 @@ class TaskScheduler:
         namespace: str = DEFAULT_NAMESPACE,
     ) -> None:
         self.engine = engine
-        self.settings = settings
+        self.settings = msgspec.structs.replace(settings, reuse=settings.reuse.defaulting_to("auto"))
         self.eval_sources = tuple(eval_sources)
-        self.artifact_root = artifact_root
+        self.folder = ArtifactFolder(artifact_root)
         self.namespace = namespace
-        self.loop = Loop(source, artifact_root)
+        self.training_loop = TrainingLoop(source, self.folder)
         self.on_task_done = on_task_done
         self.leaves_tasks = False
         """Whether a step that is cancelled leaves its tasks to the engine, which is about to end."""
@@ -85,22 +90,34 @@ class TaskScheduler:
     async def __aenter__(self) -> Self:
         if not self.engine.is_running:
             await self._exit.enter_async_context(self.engine)
-        self.loop.restore()
+        self._exit.callback(self.folder.release)
+        try:
+            if self.training_loop.source is not None or self.eval_sources:
+                self.folder.hold()
+            self.training_loop.restore()
+        except BaseException:
+            await self._exit.aclose()
+            raise
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._exit.aclose()
 
     @property
+    def artifact_root(self) -> Path | None:
+        """The artifact folder, with links followed."""
+        return self.folder.root
+
+    @property
     def next_rollout_id(self) -> int:
         """Where the loop stands: the iteration to be executed next, an unfinished one first."""
-        return self.loop.next_rollout_id
+        return self.training_loop.next_rollout_id
 
     # The four moves
 
     def fetch(self, count: int) -> list[Task]:
         """Pulls tasks from the source: `count`, fewer only at its end. Called again while too few groups survive."""
-        source = self.loop.source
+        source = self.training_loop.source
         return [] if source is None else source.take(count)
 
     def distribute(self, datasets: Sequence[Iterable[Task]], *, samples: int | None = None) -> Iterator[Task]:
@@ -187,6 +204,9 @@ class TaskScheduler:
         group survived) and what `run_each` raises.
         """
         with self._only_one("a rollout", rollout_id):
+            finished = self.training_loop.claim(rollout_id)
+            if finished is not None:
+                return finished
             step = RolloutStep(self, rollout_id, groups, samples, trace or Trace(self.engine.last_sequence))
             return await step.execute()
 
@@ -208,7 +228,7 @@ class TaskScheduler:
 
     def check_has_source(self) -> None:
         """Raises FailedPreconditionError when there is nothing to roll out."""
-        if self.loop.source is None:
+        if self.training_loop.source is None:
             raise FailedPreconditionError(
                 "there is no data source: give the TaskScheduler one; a server has one with a [[dataset]] table"
             )
@@ -223,12 +243,12 @@ class TaskScheduler:
     @contextmanager
     def _only_one(self, what: str, rollout_id: int) -> Iterator[None]:
         """Two steps at once would take turns at one source."""
-        if rollout_id < 0:
-            raise InvalidArgumentError(f"is {rollout_id}, iterations count from 0", "rollout_id")
+        checked_rollout_id(rollout_id)
         if what in self._under_way:
             raise FailedPreconditionError(f"{what} is under way already: wait for it, or cancel it")
         self._under_way.add(what)
         try:
+            self.folder.hold()
             yield
         finally:
             self._under_way.remove(what)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.iteration import IterationContext, checked_rollout_id
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ class Decay(StrEnum):
     COSINE = "cosine"
     EXPONENTIAL = "exponential"
     STEP = "step"
+
+
+_MAX_TOKENS = 2**31 - 1
+"""More than any context has, and exact as a float."""
 
 
 class DAggerSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +56,7 @@ class DAggerSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def beta(self, rollout_id: int) -> float:
         """The probability with which a turn of this iteration is the teacher's. It never rises with rollout_id."""
-        left = self._left(_checked(rollout_id))
+        left = self._left(checked_rollout_id(rollout_id))
         if left == 1:
             return self.beta_start
         # A product and a sum of one term each: rounding keeps their order, which it does not for a weighted mean.
@@ -60,7 +64,7 @@ class DAggerSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def t_max(self, rollout_id: int) -> int:
         """Tokens of the tail in this iteration; 0: nothing is said."""
-        done = min(1.0, _checked(rollout_id) / self.t_max_iterations)
+        done = min(1.0, checked_rollout_id(rollout_id) / self.t_max_iterations)
         return round(self.t_max_start + done * (self.t_max_end - self.t_max_start))
 
     def context(self, rollout_id: int) -> IterationContext:
@@ -96,9 +100,5 @@ class DAggerSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             value = getattr(self, field)
             if value < 0:
                 yield FieldViolation(field, f"is {value}, must be 0 (nothing is said) or more tokens")
-
-
-def _checked(rollout_id: int) -> int:
-    if rollout_id < 0:
-        raise InvalidArgumentError(f"is {rollout_id}, iterations count from 0", "rollout_id")
-    return rollout_id
+            elif value > _MAX_TOKENS:
+                yield FieldViolation(field, f"is {value}, must be at most {_MAX_TOKENS} tokens")

@@ -18,17 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.domain.trajectory import ENVIRONMENT
+from py_scheduler.rollout.figures import Figures
 from py_scheduler.rollout.files import atomic_file, resolve_under
-from py_scheduler.rollout.iteration_summary import FOLDER, SUFFIX, RewardStats, TimeSplit, ToldContext, file_stem
-from py_scheduler.rollout.iteration_summary import DatasetSummary as DatasetSummary
-from py_scheduler.rollout.iteration_summary import IterationSummary as IterationSummary
-from py_scheduler.rollout.iteration_summary import NodeUse as NodeUse
-from py_scheduler.rollout.iteration_summary import SlowSample as SlowSample
-from py_scheduler.rollout.iteration_summary import read_summary as read_summary
-from py_scheduler.rollout.iteration_summary import summary_paths as summary_paths
+from py_scheduler.rollout.iteration_summary import (
+    DETAILS_FOLDER,
+    PLACEMENT_SUFFIX,
+    SUMMARY_SUFFIX,
+    DatasetSummary,
+    IterationSummary,
+    NodeUse,
+    RewardStats,
+    SlowSample,
+    TimeSplit,
+    ToldContext,
+    file_stem,
+)
 from py_scheduler.rollout.metrics import SolveTally, eval_metrics
-from py_scheduler.rollout.summary import Figures
 from py_scheduler.rollout.training import is_trainable
 
 if TYPE_CHECKING:
@@ -36,8 +41,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from py_scheduler.domain.iteration import IterationContext
-    from py_scheduler.domain.results import Reward, SampleDone
-    from py_scheduler.rollout.filters import FilterReport
+    from py_scheduler.domain.results import SampleDone
+    from py_scheduler.domain.steps import FilterReport
     from py_scheduler.rollout.groups import Group
     from py_scheduler.rollout.iteration_summary import Kind
 
@@ -69,7 +74,7 @@ class DetailsWriter:
         self._nodes: dict[str, _Node] = {}
         self._slowest: list[tuple[float, int, SlowSample]] = []
         self._seen = self._dummies = 0
-        self._summary_path = None if root is None else _path(root, kind, rollout_id, SUFFIX)
+        self._summary_path = None if root is None else _path(root, kind, rollout_id, SUMMARY_SUFFIX)
         self._lines = _Lines(root, kind, rollout_id) if root is not None and samples else None
 
     @property
@@ -83,7 +88,7 @@ class DetailsWriter:
         dataset = self._datasets.setdefault(group.dataset, _Tally())
         for tally in (self._total, dataset):
             tally.add(group)
-        for sample in group.samples:
+        for sample in group.judged:
             self._seen += 1
             self._dummies += not is_trainable(sample)
             self._nodes.setdefault(sample.node_ip, _Node()).add(sample)
@@ -100,8 +105,12 @@ class DetailsWriter:
         dummies: int | None = None,
         reuse: str = "",
         warnings: Iterable[str] = (),
+        keeps_existing: bool = False,
     ) -> IterationSummary:
-        """Writes the summary, atomically. dummies: of what was handed out; None: of all that came."""
+        """Writes the summary, atomically. dummies: of what was handed out; None: of all that came.
+
+        keeps_existing: not where there is one.
+        """
         tallies = sorted(self._datasets.items())
         is_eval = self._kind == "eval"
         summary = IterationSummary(
@@ -120,13 +129,13 @@ class DetailsWriter:
             dummies=self._dummies if dummies is None else dummies,
             warnings=tuple(warnings),
         )
-        if self._summary_path is not None:
+        if self._summary_path is not None and not (keeps_existing and self._summary_path.exists()):
             with atomic_file(self._summary_path) as sink:
                 sink.write(msgspec.json.format(msgspec.json.encode(summary)))
         return summary
 
     def _keep_if_slow(self, sample: SampleDone, dataset: str) -> None:
-        held = _held_seconds(sample)
+        held = sample.timings.held_seconds
         if len(self._slowest) == SLOWEST and held <= self._slowest[0][0]:
             return
         slow = SlowSample(
@@ -137,7 +146,7 @@ class DetailsWriter:
             node_ip=sample.node_ip,
             held_seconds=held,
             generate_seconds=sample.timings.generate_seconds,
-            turns=_turns(sample),
+            turns=len(sample.trajectory.generated_turns),
         )
         # The number settles ties, since samples themselves have no order.
         heapq.heappush(self._slowest, (held, -self._seen, slow))
@@ -158,11 +167,11 @@ class _Tally:
 
     def add(self, group: Group) -> None:
         self._groups += 1
-        self.solves.add(sample.outcome for sample in group.samples)
-        for sample, score in zip(group.samples, group.scores, strict=True):
+        self.solves.add(group.outcomes)
+        for sample in group.judged:
             self._figures.add(sample)
             if sample.outcome.is_model_result:
-                self._reward.add(score)
+                self._reward.add(sample.reward.score)
             # The clock of run goes round tools and generations alike.
             self._tool_seconds += max(0.0, sample.timings.run_seconds - sample.timings.generate_seconds)
             for turn in sample.trajectory.turns:
@@ -219,7 +228,7 @@ class _Node:
         self._gpu_seconds: dict[str, float] = {}
 
     def add(self, sample: SampleDone) -> None:
-        held = _held_seconds(sample)
+        held = sample.timings.held_seconds
         self._samples += 1
         self._held_seconds += held
         for gpu_id in sample.gpu_ids:
@@ -234,13 +243,13 @@ class _Lines:
     """The two files of lines. Opened for each group, so that nothing is left open when an iteration is broken off."""
 
     def __init__(self, root: Path, kind: Kind, rollout_id: int) -> None:
-        self.paths = tuple(_path(root, kind, rollout_id, suffix) for suffix in (".jsonl", ".placement.jsonl"))
+        self.paths = tuple(_path(root, kind, rollout_id, suffix) for suffix in (".jsonl", PLACEMENT_SUFFIX))
         for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"")
 
     def write(self, group: Group) -> None:
-        samples = [_sample_line(group, s, reward) for s, reward in zip(group.samples, group.rewards, strict=True)]
+        samples = [_sample_line(group, sample) for sample in group.judged]
         turns = [line for sample in group.samples for line in _turn_lines(group, sample)]
         for path, lines in zip(self.paths, (samples, turns), strict=True):
             with path.open("ab") as sink:
@@ -248,11 +257,10 @@ class _Lines:
 
 
 def _path(root: Path, kind: Kind, rollout_id: int, suffix: str) -> Path:
-    return resolve_under(root, f"{FOLDER}/{file_stem(kind, rollout_id)}{suffix}")
+    return resolve_under(root, f"{DETAILS_FOLDER}/{file_stem(kind, rollout_id)}{suffix}")
 
 
-def _sample_line(group: Group, sample: SampleDone, reward: Reward) -> dict[str, Any]:
-    turns = sample.trajectory.turns
+def _sample_line(group: Group, sample: SampleDone) -> dict[str, Any]:
     return {
         "task_id": sample.task_id,
         "client_key": group.task.client_key,
@@ -260,8 +268,8 @@ def _sample_line(group: Group, sample: SampleDone, reward: Reward) -> dict[str, 
         "sample_no": sample.sample_no,
         "attempt_no": sample.attempt_no,
         "outcome": sample.outcome.value,
-        "score": reward.score,
-        "details": reward.details,
+        "score": sample.reward.score,
+        "details": sample.reward.details,
         "termination_reason": sample.termination_reason,
         "error": sample.error,
         "phase": sample.phase,
@@ -269,11 +277,11 @@ def _sample_line(group: Group, sample: SampleDone, reward: Reward) -> dict[str, 
         "gpu_ids": sample.gpu_ids,
         "started_unix_seconds": sample.started_unix_seconds,
         **msgspec.structs.asdict(sample.timings),
-        "turns": _turns(sample),
+        "turns": len(sample.trajectory.generated_turns),
         "tokens": len(sample.trajectory),
         "generated_tokens": sample.trajectory.generated_tokens,
-        "prompt": group.task.prompt or "\n".join(turn.text for turn in turns if turn.source == ENVIRONMENT),
-        "answer": "\n".join(turn.text for turn in turns if turn.source != ENVIRONMENT),
+        "prompt": group.task.prompt or sample.trajectory.read_text,
+        "answer": sample.trajectory.written_text,
     }
 
 
@@ -292,11 +300,3 @@ def _turn_lines(group: Group, sample: SampleDone) -> Iterator[dict[str, Any]]:
             "node_ip": sample.node_ip,
             "gpu_ids": sample.gpu_ids,
         }
-
-
-def _turns(sample: SampleDone) -> int:
-    return sum(turn.source != ENVIRONMENT for turn in sample.trajectory.turns)
-
-
-def _held_seconds(sample: SampleDone) -> float:
-    return sample.timings.run_seconds + sample.timings.eval_seconds

@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING
 
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
+from py_scheduler.knobs import BETA, EVAL_BETA, ROLLOUT_ID, T_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, MutableMapping
-
-ROLLOUT_ID = "STACX_ROLLOUT_ID"
-BETA = "STACX_DAGGER_BETA"
-T_MAX = "STACX_DAGGER_T_MAX"
-EVAL_BETA = "STACX_DAGGER_EVAL_BETA"
 
 
 def variables(context: IterationContext) -> dict[str, str]:
@@ -32,14 +28,14 @@ def variables(context: IterationContext) -> dict[str, str]:
     return said
 
 
-def eval_context(rollout_id: int, environment: Mapping[str, str]) -> IterationContext:
-    """The context of an eval: β is 0 unless STACX_DAGGER_EVAL_BETA says otherwise.
+def eval_context(rollout_id: int, environment: Mapping[str, str], eval_beta: float = 0.0) -> IterationContext:
+    """The context of an eval: β is `eval_beta` unless STACX_DAGGER_EVAL_BETA says otherwise.
 
     Raises InvalidArgumentError when that is no probability.
     """
     text = environment.get(EVAL_BETA, "").strip()
     if not text:
-        return IterationContext(rollout_id=rollout_id)
+        return IterationContext(rollout_id=rollout_id, beta=eval_beta)
     try:
         beta = float(text)
     except ValueError:
@@ -70,13 +66,14 @@ class EnvironmentExporter:
             self._restore(before)
 
     @contextmanager
-    def evaluation(self, rollout_id: int) -> Iterator[IterationContext]:
-        """Takes STACX_DAGGER_BETA away, or sets it to STACX_DAGGER_EVAL_BETA, for as long as the block runs.
+    def evaluation(self, rollout_id: int, eval_beta: float = 0.0) -> Iterator[IterationContext]:
+        """Takes STACX_DAGGER_BETA away, or sets it to what evals are to have, for as long as the block runs.
 
         Raises FailedPreconditionError while an iteration or another eval is published.
         """
-        context = eval_context(rollout_id, self._environ)
-        beta = repr(context.beta) if self._environ.get(EVAL_BETA, "").strip() else None
+        context = eval_context(rollout_id, self._environ, eval_beta)
+        is_said = eval_beta > 0 or self._environ.get(EVAL_BETA, "").strip()
+        beta = repr(context.beta) if is_said else None
         before = self._publish(f"the eval of iteration {rollout_id}", {ROLLOUT_ID: str(rollout_id), BETA: beta})
         try:
             yield context

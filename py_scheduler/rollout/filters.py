@@ -15,13 +15,12 @@ import msgspec
 
 from py_scheduler.domain.generation import FinishReason
 from py_scheduler.domain.results import Outcome
-from py_scheduler.domain.steps import FilterReport as FilterReport
-from py_scheduler.domain.trajectory import ENVIRONMENT
+from py_scheduler.domain.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError, FieldViolation, InvalidArgumentError
 from py_scheduler.rollout.groups import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from py_scheduler.domain.results import SampleDone
 
@@ -70,13 +69,6 @@ class FilterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidArgumentError(faults)
 
 
-class Survivors(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups that are left, in their order, with the samples that are left in them."""
-
-    groups: tuple[Group, ...]
-    reports: tuple[FilterReport, ...]
-
-
 class GroupFilter:
     """Both filters, for groups that come one by one. Memory does not grow with what is dropped."""
 
@@ -102,13 +94,6 @@ class GroupFilter:
     def reports(self) -> tuple[FilterReport, ...]:
         """One to each filter that is on, rejection first."""
         return tuple(stage.report() for stage in self._stages)
-
-
-def apply_filters(groups: Iterable[Group], settings: FilterSettings) -> Survivors:
-    """Rejection, then finish-only on its survivors."""
-    both = GroupFilter(settings)
-    left = tuple(admitted for group in groups if (admitted := both.admit(group)) is not None)
-    return Survivors(groups=left, reports=both.reports)
 
 
 class NextMove(StrEnum):
@@ -159,7 +144,7 @@ def ended_short(sample: SampleDone) -> str | None:
         return "error"
     if sample.termination_reason in _CUT_SHORT:
         return sample.termination_reason
-    generated = [turn for turn in sample.trajectory.turns if turn.source != ENVIRONMENT]
+    generated = sample.trajectory.generated_turns
     if generated and generated[-1].finish_reason in (FinishReason.LENGTH, FinishReason.ABORT):
         return generated[-1].finish_reason.value
     return None
@@ -207,19 +192,17 @@ class _Stage:
 
 
 def _below(min_score: float) -> Callable[[Group], list[str | None]]:
-    def reason(sample: SampleDone, score: float) -> str | None:
+    def reason(sample: SampleDone) -> str | None:
         if not sample.outcome.is_model_result:
             return sample.outcome.value
-        return None if score >= min_score else "below_threshold"
+        return None if sample.reward.score >= min_score else "below_threshold"
 
-    return lambda group: [reason(sample, score) for sample, score in zip(group.samples, group.scores, strict=True)]
+    return lambda group: [reason(sample) for sample in group.judged]
 
 
 def _without_spread(min_spread: float) -> Callable[[Group], list[str | None]]:
     def reasons(group: Group) -> list[str | None]:
-        results = [
-            score for sample, score in zip(group.samples, group.scores, strict=True) if sample.outcome.is_model_result
-        ]
+        results = [sample.reward.score for sample in group.judged if sample.outcome.is_model_result]
         if not results:
             return ["no_model_result"] * len(group.samples)
         has_spread = max(results) - min(results) > min_spread
@@ -229,4 +212,4 @@ def _without_spread(min_spread: float) -> Callable[[Group], list[str | None]]:
 
 
 def _unfinished(group: Group) -> list[str | None]:
-    return [ended_short(sample) for sample in group.samples]
+    return [ended_short(sample) for sample in group.judged]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.events import TaskDone
-from py_scheduler.domain.results import Reward, SampleDone
+from py_scheduler.domain.results import Outcome, Reward, SampleDone
 from py_scheduler.domain.task import Task
 
 if TYPE_CHECKING:
@@ -34,12 +34,21 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.task.config.dataset
 
     @property
+    def judged(self) -> tuple[SampleDone, ...]:
+        """`samples` as they count: with the reward and the outcome that the group's own scoring gave, if any."""
+        if not self.done.rewards:
+            return self.samples
+        return tuple(_judged(sample, self.done) for sample in self.samples)
+
+    @property
     def rewards(self) -> tuple[Reward, ...]:
-        """One to each of `samples`: what the group's own scoring gave, else what the sample's gave."""
-        given = self.done.rewards
-        if not given:
-            return tuple(sample.reward for sample in self.samples)
-        return tuple(given[s.sample_no] if s.sample_no < len(given) else s.reward for s in self.samples)
+        """Those of `judged`."""
+        return tuple(sample.reward for sample in self.judged)
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Those of `judged`."""
+        return tuple(sample.outcome for sample in self.judged)
 
     @property
     def scores(self) -> tuple[float, ...]:
@@ -51,3 +60,8 @@ def group_of(task: Task, samples: Iterable[SampleDone], done: TaskDone) -> Group
     """A group of samples that came in any order."""
     ordered = tuple(sorted(samples, key=lambda sample: sample.sample_no))
     return Group(task_id=done.task_id, task=task, samples=ordered, done=done)
+
+
+def _judged(sample: SampleDone, done: TaskDone) -> SampleDone:
+    number = sample.sample_no
+    return msgspec.structs.replace(sample, reward=done.rewards[number], outcome=done.group_outcomes[number])

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from py_scheduler.domain.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError
-from py_scheduler.rollout.filters import FilterReport
+from py_scheduler.rollout.files import open_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FOLDER = "eval_details"
-SUFFIX = ".summary.json"
+DETAILS_FOLDER = "eval_details"
+SUMMARY_SUFFIX = ".summary.json"
+PLACEMENT_SUFFIX = ".placement.jsonl"
+_MAX_BYTES = 64 << 20
 Kind = Literal["train", "eval"]
 
 
@@ -127,12 +130,13 @@ def file_stem(kind: Kind, rollout_id: int) -> str:
 def read_summary(path: Path) -> IterationSummary:
     """Raises FailedPreconditionError when it is none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=IterationSummary)
-    except (OSError, msgspec.DecodeError) as error:
+        with open_regular(path) as file:
+            return msgspec.json.decode(file.read(_MAX_BYTES), type=IterationSummary)
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise FailedPreconditionError(f"{path} is no summary of an iteration: {error}") from error
 
 
 def summary_paths(folder: Path) -> list[Path]:
     """The summaries in a loop's folder, or in the `eval_details` of one, by name."""
-    details = folder / FOLDER
-    return sorted((details if details.is_dir() else folder).glob(f"*{SUFFIX}"))
+    details = folder / DETAILS_FOLDER
+    return sorted((details if details.is_dir() else folder).glob(f"*{SUMMARY_SUFFIX}"))

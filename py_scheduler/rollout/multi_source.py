@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +15,17 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.data import SourceState
     from py_scheduler.domain.task import Task
+
+
+_MOST_WEIGHT = 1e6
+"""Sums of such weights stay finite, and a source that weighs this much leaves the others a turn now and then."""
+
+
+def weight_fault(weight: float) -> str | None:
+    """What is wrong with a source's weight, if anything."""
+    if 1 / _MOST_WEIGHT <= weight <= _MOST_WEIGHT:
+        return None
+    return f"is {weight:g}, must be above 0: from {1 / _MOST_WEIGHT:g} to {_MOST_WEIGHT:g}"
 
 
 class WeightedSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +56,8 @@ class MultiDataSource:
         for member, own in zip(members, names, strict=True):
             if names.count(own) > 1:
                 faults.append(FieldViolation(f"data set {own!r}", "is there twice: names must differ"))
-            if not (math.isfinite(member.weight) and member.weight > 0):
-                faults.append(FieldViolation(f"data set {own!r}, weight", f"is {member.weight}, must be above 0"))
+            if fault := weight_fault(member.weight):
+                faults.append(FieldViolation(f"data set {own!r}, weight", fault))
         if not members:
             faults.append(FieldViolation("sources", "there is none"))
         if faults:

@@ -8,36 +8,40 @@ samples of iteration 0.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
+from py_scheduler.knobs import FORCE_FRESH, KNOBS, REUSE, REUSE_DIR, apply_overrides, overrides_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-FORCE_FRESH = "STACX_FORCE_FRESH_ROLLOUT"
-REUSE = "STACX_REUSE_ROLLOUT"
-REUSE_DIR = "STACX_REUSE_PER_ITER_DIR"
-SAVE_PER_ITERATION = "STACX_SAVE_PER_ITER_PT"
+_KEYS = "rollout.reuse."
+_KNOBS = tuple(knob for knob in KNOBS if any(key.startswith(_KEYS) for key in knob.keys))
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+ReuseMode = Literal["auto", "never"]
 
 
 class ReuseSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What stands where no variable says otherwise.
 
-    mode: "auto" trains every iteration after the first on iteration 0's samples, the seed's default for multi-epoch
-    SFT; "never" rolls out. reuse_dir: a folder of per-iteration files to be replayed in order.
+    mode: "auto" trains every iteration after the first on iteration 0's samples where they are saved, the seed's
+    default for multi-epoch SFT; "never" rolls out; None: "auto" in-process, "never" in a server.
+    reuse_dir: a folder of per-iteration files to be replayed in order.
     """
 
-    mode: Literal["auto", "never"] = "never"
+    mode: ReuseMode | None = None
     force_fresh: bool = False
     reuse_rollout: bool = False
     reuse_dir: str = ""
     save_per_iteration: bool = True
+
+    def defaulting_to(self, mode: ReuseMode) -> ReuseSettings:
+        """With `mode` where they name none: each interface has a default of its own."""
+        return msgspec.structs.replace(self, mode=mode) if self.mode is None else self
 
 
 class ReuseAction(StrEnum):
@@ -52,17 +56,14 @@ class ReuseAction(StrEnum):
 class ReuseDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What to do, and because of what.
 
-    rollout_id: the iteration to work on; FINISH may name an earlier one than was asked for. load_iteration: of LOAD,
-    whose samples; None for the newest. reuse_dir: of REPLAY. saves, saves_per_iteration: what ROLL_OUT and FINISH
-    write. warning: what a user ought to hear; empty mostly.
+    load_iteration: of LOAD, whose samples; None for the newest. reuse_dir: of REPLAY. saves_per_iteration: whether
+    ROLL_OUT and FINISH write a file of their own beside the newest. warning: what a user ought to hear; empty mostly.
     """
 
     action: ReuseAction
-    rollout_id: int
     because: str
     load_iteration: int | None = None
     reuse_dir: str = ""
-    saves: bool = False
     saves_per_iteration: bool = False
     warning: str = ""
 
@@ -72,69 +73,58 @@ def decide_reuse(
     environment: Mapping[str, str],
     settings: ReuseSettings,
     unfinished: int | None = None,
+    *,
+    first_is_saved: bool = True,
 ) -> ReuseDecision:
-    """unfinished: the iteration that the loop's state says is under way.
+    """unfinished: the iteration that the loop's state says is under way. first_is_saved: whether there are samples
+    of iteration 0.
 
     Raises InvalidArgumentError when a variable is no switch, or when fresh samples are forced and reused at once.
     """
     said = _overlaid(environment, settings)
     if unfinished is not None:
-        return _making(ReuseAction.FINISH, unfinished, f"iteration {unfinished} is unfinished", said)
+        return _making(ReuseAction.FINISH, f"iteration {unfinished} is unfinished", said)
     if said.force_fresh:
-        return _making(ReuseAction.ROLL_OUT, rollout_id, FORCE_FRESH, said)
+        return _making(ReuseAction.ROLL_OUT, FORCE_FRESH, said)
     if said.reuse_rollout:
-        return ReuseDecision(action=ReuseAction.LOAD, rollout_id=rollout_id, because=REUSE)
+        return ReuseDecision(action=ReuseAction.LOAD, because=REUSE)
     if said.reuse_dir:
-        return ReuseDecision(
-            action=ReuseAction.REPLAY, rollout_id=rollout_id, because=REUSE_DIR, reuse_dir=said.reuse_dir
-        )
-    if said.mode == "auto" and rollout_id > 0:
+        return ReuseDecision(action=ReuseAction.REPLAY, because=REUSE_DIR, reuse_dir=said.reuse_dir)
+    if said.mode == "auto" and rollout_id > 0 and first_is_saved:
         return ReuseDecision(
             action=ReuseAction.LOAD,
-            rollout_id=rollout_id,
-            because='reuse = "auto"',
+            because='the reuse mode "auto"',
             load_iteration=0,
             warning=(
                 f"iteration {rollout_id} trains on the samples of iteration 0 again, which the model has moved away "
-                f'from: set {FORCE_FRESH}=1 or reuse = "never" to roll out'
+                f'from: set {FORCE_FRESH}=1, or reuse mode "never" ([rollout.reuse] of a file, or ReuseSettings), to '
+                "roll out"
             ),
         )
-    return _making(ReuseAction.ROLL_OUT, rollout_id, "nothing is to be reused", said)
+    return _making(ReuseAction.ROLL_OUT, "nothing is to be reused", said)
 
 
-def _making(action: ReuseAction, rollout_id: int, because: str, said: ReuseSettings) -> ReuseDecision:
-    return ReuseDecision(
-        action=action,
-        rollout_id=rollout_id,
-        because=because,
-        saves=True,
-        saves_per_iteration=said.save_per_iteration,
-    )
+def check_reuse(settings: ReuseSettings) -> Iterator[FieldViolation]:
+    """What contradicts itself, by dotted key of the configuration."""
+    if settings.force_fresh and (settings.reuse_rollout or settings.reuse_dir):
+        key, variable = ("reuse_rollout", REUSE) if settings.reuse_rollout else ("reuse_dir", REUSE_DIR)
+        yield FieldViolation(
+            f"{_KEYS}force_fresh",
+            f"({FORCE_FRESH}) asks for fresh samples, {key} ({variable}) for saved ones: take one of them away",
+        )
+
+
+def _making(action: ReuseAction, because: str, said: ReuseSettings) -> ReuseDecision:
+    return ReuseDecision(action=action, because=because, saves_per_iteration=said.save_per_iteration)
 
 
 def _overlaid(environment: Mapping[str, str], settings: ReuseSettings) -> ReuseSettings:
-    """The settings with what the variables say above them; every fault at once."""
-    faults: list[FieldViolation] = []
-
-    def switch(name: str, otherwise: bool) -> bool:
-        text = environment.get(name)
-        if text is None or text.strip().lower() in _TRUE | _FALSE:
-            return otherwise if text is None else text.strip().lower() in _TRUE
-        faults.append(FieldViolation(name, f"is {text!r}, must be 1 or 0"))
-        return otherwise
-
-    said = ReuseSettings(
-        mode=settings.mode,
-        force_fresh=switch(FORCE_FRESH, settings.force_fresh),
-        reuse_rollout=switch(REUSE, settings.reuse_rollout),
-        reuse_dir=environment.get(REUSE_DIR, settings.reuse_dir),
-        save_per_iteration=switch(SAVE_PER_ITERATION, settings.save_per_iteration),
-    )
-    if said.force_fresh and (said.reuse_rollout or said.reuse_dir):
-        other = REUSE if said.reuse_rollout else REUSE_DIR
-        faults.append(
-            FieldViolation(FORCE_FRESH, f"asks for fresh samples and {other} for saved ones: take one of them away")
-        )
+    """The settings with what the variables say above them, by the rules of the knobs; every fault at once."""
+    table = msgspec.structs.asdict(settings)
+    tables: dict[str, Any] = {"rollout": {"reuse": table}}
+    faults = apply_overrides(overrides_of({}, environment, _KNOBS), tables)
+    said = settings if faults else msgspec.convert(table, ReuseSettings)
+    faults.extend(check_reuse(said))
     if faults:
         raise InvalidArgumentError(faults)
     return said

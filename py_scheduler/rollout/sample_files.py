@@ -16,6 +16,7 @@ import numpy as np
 from py_scheduler.domain.generation import WeightSpan
 from py_scheduler.domain.trajectory import Trajectory, Turn
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
+from py_scheduler.rollout.parquet import load_pyarrow, trajectory_columns
 from py_scheduler.rollout.training import SampleStatus, TrainingSample
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _ROWS_PER_GROUP = 512
 _ROWS_PER_READ = 64
+_NEEDS = "a file of saved samples"
 _PT_FORMAT = "py-scheduler samples 1"
 _OLDEST_TORCH = (2, 6)
 """Before it `weights_only` could be made to run code (CVE-2025-32434)."""
@@ -40,7 +42,7 @@ class SavedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_parquet(sink: BinaryIO, rollout_id: int, groups: Iterable[Sequence[TrainingSample]]) -> int:
     """Writes the groups as they come; how many samples there were. Raises FailedPreconditionError without pyarrow."""
-    pa, pq = _pyarrow()
+    pa, pq = load_pyarrow(_NEEDS)
     schema = _schema(pa)
     rows: list[dict[str, Any]] = []
     count = 0
@@ -58,7 +60,7 @@ def write_parquet(sink: BinaryIO, rollout_id: int, groups: Iterable[Sequence[Tra
 
 def read_parquet(path: Path) -> Iterator[SavedSample]:
     """The samples in the order of writing. Raises InvalidArgumentError for a file of another kind."""
-    pa, pq = _pyarrow()
+    pa, pq = load_pyarrow(_NEEDS)
     try:
         with pq.ParquetFile(path) as file:
             missing = set(_schema(pa).names) - set(file.schema_arrow.names)
@@ -77,7 +79,7 @@ def write_torch(sink: BinaryIO, rollout_id: int, groups: Iterable[Sequence[Train
 
     Raises FailedPreconditionError without torch.
     """
-    torch = _torch()
+    torch = require_torch()
     saved = [(group_no, sample) for group_no, group in enumerate(groups) for sample in group]
     lengths = np.array([0, *(len(sample.trajectory) for _, sample in saved)], dtype=np.int64)
     described = msgspec.json.encode([_described(rollout_id, group_no, sample) for group_no, sample in saved])
@@ -100,7 +102,7 @@ def write_torch(sink: BinaryIO, rollout_id: int, groups: Iterable[Sequence[Train
 
 def read_torch(path: Path) -> Iterator[SavedSample]:
     """Raises InvalidArgumentError for a file that needs unpickling or is of another kind."""
-    torch = _torch()
+    torch = require_torch()
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has no common root for what it says of a refused, torn or foreign file
@@ -195,9 +197,6 @@ def _assembled(arrays: dict[str, Any], described: list[_Described]) -> Iterator[
 
 
 def _schema(pa: Any) -> Any:
-    position = pa.int32()
-    turn = {"start": position, "end": position, "source": pa.string(), "text": pa.string()}
-    turn |= {"finish_reason": pa.string(), "log_prob_kind": pa.string()}
     return pa.schema(
         {
             "rollout_id": pa.int64(),
@@ -210,11 +209,7 @@ def _schema(pa: Any) -> Any:
             "status": pa.string(),
             "remove_sample": pa.bool_(),
             "metadata_json": pa.string(),
-            "turns": pa.list_(pa.struct(turn)),
-            "weight_spans": pa.list_(pa.struct({"version": pa.string(), "start": position, "end": position})),
-            "token_ids": pa.list_(pa.int32()),
-            "log_probs": pa.list_(pa.float32()),
-            "loss_mask": pa.list_(pa.uint8()),
+            **trajectory_columns(pa, has_texts=True),
         }
     )
 
@@ -248,16 +243,8 @@ def _samples(batch: Any) -> Iterator[SavedSample]:
         )
 
 
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow as pa  # noqa: PLC0415 (an optional extra)
-        import pyarrow.parquet as pq  # noqa: PLC0415
-    except ImportError as error:
-        raise FailedPreconditionError(f"Parquet files need pyarrow ({error}): install py-scheduler[parquet]") from error
-    return pa, pq
-
-
-def _torch() -> Any:
+def require_torch() -> Any:
+    """The module. Raises FailedPreconditionError when it is missing or too old."""
     try:
         import torch  # noqa: PLC0415 (a trainer has it, this package does not ask for it)
     except ImportError as error:

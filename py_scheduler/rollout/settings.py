@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from py_scheduler.domain.limits import MAX_GROUPS_PER_STEP, MAX_REPEAT_TIMES
 from py_scheduler.rollout.dagger import DAggerSchedule
 from py_scheduler.rollout.filters import FilterSettings
 from py_scheduler.rollout.reuse import ReuseSettings
 
-Groups = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
-Samples = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+Groups = Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS_PER_STEP)]
+Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_REPEAT_TIMES)]
 
 
 class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +23,7 @@ class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ended is rolled out again instead of costing its group. export_environment: publish the iteration as STACX_*
     variables too, for handlers that read those.
 
+    eval_beta: how probably the teacher generates a turn of an eval.
     over_sampling: groups that are fetched for each that is missing; survivors beyond groups_per_step are dropped.
     retained_reports: finished steps whose reports a server tells again to those who ask for them again.
 
@@ -34,6 +36,7 @@ class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     samples_per_group: Samples | None = None
     n_samples_per_eval_prompt: Samples = 1
     refill_aborted: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = 0
+    eval_beta: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     over_sampling: Annotated[float, msgspec.Meta(ge=1, le=100)] = 1.0
     retained_reports: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 64
     export_environment: bool = False

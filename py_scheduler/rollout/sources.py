@@ -9,7 +9,6 @@ what there is. Memory holds the order of one epoch (8 bytes a row), never the ro
 from __future__ import annotations
 
 import logging
-import math
 import random
 from array import array
 from collections.abc import Iterator, Mapping
@@ -17,17 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.domain.cascade import DATASET_CONFIG_KEY, DatasetConfig
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.domain.limits import check_task_config, name_fault
-from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, FieldViolation, InvalidArgumentError
 from py_scheduler.integrations.reasoning_gym_rows import reasoning_gym_rows
-from py_scheduler.rollout.files import resolve_under
 from py_scheduler.rollout.iterable_source import IterableSource as IterableSource
 from py_scheduler.rollout.multi_source import MultiDataSource as MultiDataSource
 from py_scheduler.rollout.multi_source import WeightedSource as WeightedSource
-from py_scheduler.rollout.multi_source import said_by
+from py_scheduler.rollout.multi_source import weight_fault
+from py_scheduler.rollout.python_source import Factory, python_source
+from py_scheduler.rollout.row_tasks import RowTasks, task_config_of
 from py_scheduler.rollout.rows import JsonLines, ParquetRows
 from py_scheduler.rollout.source_state import OnEnd, Position, read_position
 
@@ -35,28 +33,32 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from py_scheduler.domain.data import SourceState
+    from py_scheduler.domain.data import DataSource, SourceState
+    from py_scheduler.domain.task import Task
     from py_scheduler.rollout.rows import Rows
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("jsonl", "parquet", "reasoning_gym")
+KINDS = ("jsonl", "parquet", "reasoning_gym", "python")
+_FILES = ("jsonl", "parquet")
 
 
 class SourceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One data set of a training loop or an eval.
 
-    kind: "jsonl", "parquet" or "reasoning_gym". path: of the file, relative to the configuration's folder and inside of
-    it. prompt_key: the key of the prompt (text) in a row; None for "prompt" in a file and for none elsewhere.
-    metadata_keys: which keys become the task's metadata; None for all others. limit: only the first rows count.
-    shuffle: each epoch in an order of its own; a Parquet file by row groups, and within them. on_end: begin a new
-    epoch, or give fewer tasks than asked for. weight: its share beside others. options: of reasoning_gym (dataset,
-    config, size).
+    kind: "jsonl", "parquet", "reasoning_gym" or "python". path: of the file; a relative one counts from the folder of
+    the configuration. factory: of kind "python", "module:function", called as function(epoch, **options) for each
+    epoch's rows or Tasks. prompt_key: the key of the prompt (text) in a row; None for "prompt", or none with
+    reasoning_gym. metadata_keys: which keys become the task's metadata; None for all others. limit: only the first rows
+    count. shuffle: each epoch in an order of its own; a Parquet file by row groups, and within them. on_end: begin a
+    new epoch, or give fewer tasks than asked for. weight: its share beside others. options: of reasoning_gym (dataset,
+    config, size), or the factory's.
     """
 
     name: str
     kind: str = "jsonl"
     path: str = ""
+    factory: str = ""
     task_type: str
     repeat_times: int = 1
     prompt_key: str | None = None
@@ -71,56 +73,73 @@ class SourceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     options: dict[str, Any] = {}
 
 
-def read_source_settings(raw: Mapping[str, Any]) -> SourceSettings:
-    """Settings from a table of a file. Raises InvalidArgumentError that names the data set and the key."""
-    label = f"data set {raw.get('name', '')!r}"
-    try:
-        return msgspec.convert(raw, SourceSettings)
-    except msgspec.ValidationError as error:
-        raise InvalidArgumentError(str(error), label) from error
-
-
 def check_source(settings: SourceSettings) -> Iterator[FieldViolation]:
     """What is wrong with settings, without opening anything."""
     if fault := name_fault(settings.name):
         yield FieldViolation("name", fault)
     if settings.kind not in KINDS:
         yield FieldViolation("kind", f"is {settings.kind!r}, must be one of {', '.join(KINDS)}")
-    elif bool(settings.path) != (settings.kind != "reasoning_gym"):
-        yield FieldViolation(
-            "path", f"is {settings.path!r}: a {settings.kind} data set has {_PATH_RULE[settings.kind]}"
-        )
-    if not (math.isfinite(settings.weight) and settings.weight > 0):
-        yield FieldViolation("weight", f"is {settings.weight}, must be above 0")
+    else:
+        yield from _check_kind(settings)
+    if fault := weight_fault(settings.weight):
+        yield FieldViolation("weight", fault)
     if settings.limit is not None and settings.limit < 1:
         yield FieldViolation("limit", f"is {settings.limit}, must be at least 1")
-    config = _task_config(settings)
+    config = task_config_of(settings)
     # Tasks say these in their metadata, where they beat everything else; the rules are the same.
     yield from check_task_config(
         msgspec.structs.replace(config, sampling=settings.sampling, stopping=settings.stopping)
     )
 
 
-_PATH_RULE = {"jsonl": "a file", "parquet": "a file", "reasoning_gym": "none, it is made"}
+def _check_kind(settings: SourceSettings) -> Iterator[FieldViolation]:
+    if bool(settings.path) != (settings.kind in _FILES):
+        rule = "a file" if settings.kind in _FILES else "none, it is made"
+        yield FieldViolation("path", f"is {settings.path!r}: a {settings.kind} data set has {rule}")
+    if "\0" in settings.path:
+        yield FieldViolation("path", f"is {settings.path!r}: no file's name has a NUL")
+    is_python = settings.kind == "python"
+    if bool(settings.factory) != is_python:
+        rule = 'one, "module:function"' if is_python else 'none, only kind "python" has'
+        yield FieldViolation("factory", f"is {settings.factory!r}: a {settings.kind} data set has {rule}")
+    if is_python and (settings.shuffle or settings.seed):
+        field = "shuffle" if settings.shuffle else "seed"
+        yield FieldViolation(field, "is the factory's matter in a python data set: give it by options")
 
 
-def open_source(settings: SourceSettings, base_dir: Path) -> RowSource:
-    """Raises InvalidArgumentError that names the data set and the line, column or key that is wrong."""
+def open_source(settings: SourceSettings, base_dir: Path, factory: Factory | None = None) -> DataSource:
+    """factory: what `settings.factory` names, for kind "python".
+
+    Raises InvalidArgumentError that names the data set and the line, column or key that is wrong.
+    """
     _refuse_faults(settings)
+    if settings.kind == "python":
+        if factory is None:
+            raise InvalidArgumentError("is not loaded: give open_source the function", f"{settings.name!r}, factory")
+        return python_source(settings, factory)
     if settings.kind == "reasoning_gym":
         return RowSource(settings, reasoning_gym_rows(settings.options, settings.seed, settings.name))
     label = f"data set {settings.name!r}"
     if settings.options:
         raise InvalidArgumentError(f"a {settings.kind} data set takes none", f"{label}, options")
-    path = resolve_under(base_dir, settings.path, f"{label}, path", follow_links=True)
+    path = base_dir / settings.path  # Anywhere: it stands in the operator's own file, and no client can name one.
     if settings.kind == "jsonl":
         return RowSource(settings, JsonLines(path, settings.name))
     return RowSource(settings, ParquetRows(path, settings.name, _columns(settings)))
 
 
-def open_sources(settings: Sequence[SourceSettings], base_dir: Path, name: str = "mixture") -> MultiDataSource:
-    """Several data sets as one source, mixed by their weights."""
-    opened = [WeightedSource(source=open_source(one, base_dir), weight=one.weight) for one in settings]
+def open_sources(
+    settings: Sequence[SourceSettings],
+    base_dir: Path,
+    name: str = "mixture",
+    *,
+    factories: Mapping[str, Factory | None] | None = None,
+) -> MultiDataSource:
+    """Several data sets as one source, mixed by their weights. factories: of the python data sets, by name."""
+    made = factories or {}
+    opened = [
+        WeightedSource(source=open_source(one, base_dir, made.get(one.name)), weight=one.weight) for one in settings
+    ]
     return MultiDataSource(opened, name)
 
 
@@ -130,10 +149,6 @@ def _columns(settings: SourceSettings) -> list[str] | None:
         return None
     prompt_key = ParquetRows.prompt_key if settings.prompt_key is None else settings.prompt_key
     return [*dict.fromkeys([*([prompt_key] if prompt_key else []), *settings.metadata_keys])]
-
-
-def _task_config(settings: SourceSettings) -> TaskConfig:
-    return TaskConfig(task_type=settings.task_type, repeat_times=settings.repeat_times, dataset=settings.name)
 
 
 def _refuse_faults(settings: SourceSettings) -> None:
@@ -149,11 +164,7 @@ class RowSource:
         _refuse_faults(settings)
         self._settings = settings
         self._rows = rows
-        self._config = _task_config(settings)
-        self._dataset_config = said_by(
-            DatasetConfig(name=settings.name, sampling=settings.sampling, stopping=settings.stopping)
-        )
-        self._prompt_key = rows.prompt_key if settings.prompt_key is None else settings.prompt_key
+        self._tasks = RowTasks(settings, rows.prompt_key)
         self._count = len(rows) if settings.limit is None else min(settings.limit, len(rows))
         if not self._count:
             raise InvalidArgumentError("has no rows", f"data set {settings.name!r}")
@@ -193,7 +204,9 @@ class RowSource:
         if differing := [key for key in own if own[key] != state.get(key)]:
             told = ", ".join(f"{key} were {state.get(key)!r} and are {own[key]!r}" for key in differing)
             raise FailedPreconditionError(
-                f"data set {self.name!r} has changed since its state was saved ({told}): bring it back, or begin anew"
+                f"data set {self.name!r} has changed since its state was saved ({told}): bring it back, or begin anew; "
+                "if every row still stands where it stood (a faulty line was mended), write what is now over what was "
+                "in the saved state"
             )
         if position.epoch < 0 or not 0 <= position.cursor <= self._count:
             raise FailedPreconditionError(f"data set {self.name!r} has no row {position.cursor}: the state is damaged")
@@ -220,29 +233,5 @@ class RowSource:
         return order
 
     def _task(self, row_no: int, epoch: int) -> Task:
-        row = self._rows.row(row_no)
-        keys = self._settings.metadata_keys
-        metadata = {
-            key: value
-            for key, value in row.items()
-            if (key != self._prompt_key if keys is None else key in keys) and key != DATASET_CONFIG_KEY
-        }
-        return Task(
-            config=self._config,
-            prompt=self._prompt(row, row_no),
-            # Dates, bytes and decimals of a Parquet file become what JSON can say.
-            metadata=msgspec.to_builtins(metadata, str_keys=True) | {DATASET_CONFIG_KEY: self._dataset_config},
-            client_key=f"{self.name}/{epoch}/{row_no}",
-        )
-
-    def _prompt(self, row: Mapping[str, Any], row_no: int) -> str:
-        key = self._prompt_key
-        if not key:
-            return ""
-        prompt = row.get(key)
-        if isinstance(prompt, str):
-            return prompt
-        field = f"data set {self.name!r}, {self._rows.where(row_no)}, key {key!r}"
-        if key not in row:
-            raise InvalidArgumentError(f"is missing, the row has {', '.join(map(repr, row)) or 'no keys'}", field)
-        raise InvalidArgumentError(f"is a {type(prompt).__name__}, must be text", field)
+        where = self._rows.where(row_no)
+        return self._tasks.task(self._rows.row(row_no), f"{self.name}/{epoch}/{row_no}", where)

@@ -16,8 +16,9 @@ import shutil
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from py_scheduler.domain.iteration import checked_rollout_id
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from py_scheduler.rollout.files import atomic_file, resolve_under, sync_folder
+from py_scheduler.rollout.files import atomic_file, resolve_under, sync_folder, unfinished_path
 from py_scheduler.rollout.sample_files import grouped, read_parquet, read_torch, write_parquet, write_torch
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class RolloutStore:
 
     def iteration_path(self, rollout_id: int) -> Path:
         """Where this iteration's own file is, or would be."""
-        return resolve_under(self._root, f"{STEM}_iter_{_checked(rollout_id):03d}.{self._format}")
+        return resolve_under(self._root, f"{STEM}_iter_{checked_rollout_id(rollout_id):03d}.{self._format}")
 
     def save(self, rollout_id: int, groups: Iterable[Sequence[TrainingSample]], *, per_iteration: bool = True) -> Path:
         """Writes an iteration's groups, one after the other; gives the path of the newest file, which they now are.
@@ -66,19 +67,23 @@ class RolloutStore:
 
     def load(self, rollout_id: int | None = None) -> Iterator[list[TrainingSample]]:
         """The groups of the newest file, or of one iteration. Raises NotFoundError when that was not saved."""
+        return read_samples(self.saved_path(rollout_id))
+
+    def saved_path(self, rollout_id: int | None = None) -> Path:
+        """The newest file, or the one with an iteration's groups. Raises NotFoundError when that was not saved."""
         if rollout_id is None:
             if not self.newest_path.exists():
-                raise NotFoundError(f"there is no {self.newest_path.name} in {self._root}: roll out first")
-            return read_samples(self.newest_path)
+                raise NotFoundError(f"there is no {self.newest_path.name} in {self._root.name!r}: roll out first")
+            return self.newest_path
         path = self.iteration_path(rollout_id)
         if not path.exists() and self._newest_is_of(rollout_id):
             path = self.newest_path
         if not path.exists():
             raise NotFoundError(
-                f"the samples of iteration {rollout_id} are not in {self._root}: roll it out, with a file for each "
-                "iteration (STACX_SAVE_PER_ITER_PT=1)"
+                f"the samples of iteration {rollout_id} are not in {self._root.name!r}: roll it out, with a file for "
+                "each iteration (STACX_SAVE_PER_ITER_PT=1)"
             )
-        return read_samples(path)
+        return path
 
     def checkpoint_group(self, rollout_id: int, task_id: str, samples: Sequence[TrainingSample]) -> Path:
         """Writes one finished group. Raises InvalidArgumentError for an id that no server made."""
@@ -109,6 +114,14 @@ def read_samples(path: Path) -> Iterator[list[TrainingSample]]:
     return grouped(_saved_samples(path))
 
 
+def saved_rollout_id(path: Path) -> int:
+    """The iteration whose samples a file holds. Raises InvalidArgumentError for one that holds none."""
+    first = next(_saved_samples(path), None)
+    if first is None:
+        raise InvalidArgumentError(f"{path.name} holds no samples", "file")
+    return first.rollout_id
+
+
 def replay_path(folder: Path, rollout_id: int) -> Path:
     """The file of `folder` that this iteration replays: file n, in the order of their numbers, for iteration n.
 
@@ -122,7 +135,7 @@ def replay_path(folder: Path, rollout_id: int) -> Path:
     for (number, path), (after, other) in pairwise(numbered):
         if number == after:
             raise FailedPreconditionError(f"{path.name} and {other.name} are both iteration {number}: take one away")
-    if _checked(rollout_id) >= len(numbered):
+    if checked_rollout_id(rollout_id) >= len(numbered):
         raise FailedPreconditionError(
             f"iteration {rollout_id} has nothing to replay: {folder} has {len(numbered)} files, for the iterations "
             f"0 to {len(numbered) - 1}"
@@ -146,22 +159,19 @@ def _saved_samples(path: Path) -> Iterator[SavedSample]:
 
 
 def _partial(rollout_id: int) -> str:
-    return f"partial/iter_{_checked(rollout_id):03d}"
-
-
-def _checked(rollout_id: int) -> int:
-    if rollout_id < 0:
-        raise InvalidArgumentError(f"is {rollout_id}, iterations count from 0", "rollout_id")
-    return rollout_id
+    return f"partial/iter_{checked_rollout_id(rollout_id):03d}"
 
 
 def _give_second_name(path: Path, name: Path) -> None:
     """Files are only ever replaced, never written to, so two names of one are as good as two files."""
-    unfinished = name.with_name(f"{name.name}.unfinished")
-    unfinished.unlink(missing_ok=True)
+    unfinished = unfinished_path(name)
     try:
-        os.link(path, unfinished)
-    except OSError:  # A file system without links.
-        shutil.copyfile(path, unfinished)
-    unfinished.replace(name)
+        try:
+            os.link(path, unfinished)
+        except OSError:  # A file system without links.
+            shutil.copyfile(path, unfinished)
+        unfinished.replace(name)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
     sync_folder(name.parent)

@@ -7,22 +7,19 @@ score 0.0 and `remove_sample`. Dummies are made here, at the interface: they nev
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from py_scheduler.domain.evaluator import TEACHER
 from py_scheduler.domain.generation import FinishReason
-from py_scheduler.domain.trajectory import ENVIRONMENT, Trajectory
+from py_scheduler.domain.training_samples import SampleStatus as SampleStatus
+from py_scheduler.domain.training_samples import TrainingSample as TrainingSample
+from py_scheduler.domain.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from py_scheduler.domain.results import Reward, SampleDone
+    from py_scheduler.domain.results import SampleDone
     from py_scheduler.domain.task import Task
     from py_scheduler.rollout.groups import Group
 
@@ -40,86 +37,25 @@ DUMMY_TRAJECTORY = Trajectory(
 )
 
 
-class SampleStatus(StrEnum):
-    """COMPLETED: to be trained on. TRUNCATED: likewise, but the last generation was cut. ABORTED: a dummy."""
-
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-
-
-class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One sample for the loss.
-
-    reward: a dict with at least "score". remove_sample: it is there for the batch's shape alone. metadata: the task's
-    own, with `_termination_reason` (the outcome), `_termination_reason_agent` (the agent's own words, if any) and,
-    where it was aborted, `_abort`: phase, start_unix_seconds, end_unix_seconds, seconds, node_ip, gpu_ids, turns and
-    error.
-    """
-
-    task_id: str
-    sample_no: int
-    dataset: str = ""
-    prompt: str = ""
-    reward: dict[str, Any]
-    status: SampleStatus
-    remove_sample: bool = False
-    metadata: dict[str, Any] = {}
-    trajectory: Trajectory
-
-    @property
-    def token_ids(self) -> NDArray[np.int32]:
-        """Shape (tokens,), read-only."""
-        return self.trajectory.token_ids
-
-    @property
-    def log_probs(self) -> NDArray[np.float32]:
-        """Shape (tokens,), read-only, natural logarithm; 0 where nothing was generated."""
-        return self.trajectory.log_probs
-
-    @property
-    def loss_mask(self) -> NDArray[np.uint8]:
-        """Shape (tokens,), read-only: 1 where the model generated, whoever that was."""
-        return self.trajectory.loss_mask
-
-    @property
-    def teacher_mask(self) -> NDArray[np.uint8]:
-        """Shape (tokens,): 1 where the teacher generated, for losses that tell whose tokens they learn from."""
-        return self.source_mask(TEACHER)
-
-    def source_mask(self, source: str) -> NDArray[np.uint8]:
-        """Shape (tokens,): 1 on the tokens of one source (an engine role, or "environment")."""
-        mask = np.zeros(len(self.trajectory), dtype=np.uint8)
-        for turn in self.trajectory.turns:
-            if turn.source == source:
-                mask[turn.start : turn.end] = 1
-        return mask
-
-    @property
-    def score(self) -> float:
-        return float(self.reward["score"])
-
-
 def is_trainable(sample: SampleDone) -> bool:
     """Whether it was played and scored to the end and has tokens; else it becomes a dummy."""
-    return sample.outcome.is_model_result and not sample.error and len(sample.trajectory) > 0
+    return sample.is_scored and len(sample.trajectory) > 0
 
 
-def training_sample(task: Task, sample: SampleDone, reward: Reward | None = None) -> TrainingSample:
-    """The sample with the reward that counts (None: its own), or the dummy in its place."""
+def training_sample(task: Task, sample: SampleDone) -> TrainingSample:
+    """The sample, or the dummy in its place."""
     metadata = {**task.metadata, TERMINATION_REASON: sample.outcome.value}
     if sample.termination_reason:
         metadata[TERMINATION_REASON_AGENT] = sample.termination_reason
     if not is_trainable(sample):
         metadata[ABORT] = _abort_annotation(sample)
         return _dummy(task, sample.task_id, sample.sample_no, metadata)
-    given = sample.reward if reward is None else reward
     return TrainingSample(
         task_id=sample.task_id,
         sample_no=sample.sample_no,
         dataset=task.config.dataset,
         prompt=task.prompt,
-        reward={**given.details, "score": given.score},
+        reward={**sample.reward.details, "score": sample.reward.score},
         status=SampleStatus.TRUNCATED if is_cut(sample) else SampleStatus.COMPLETED,
         metadata=metadata,
         trajectory=sample.trajectory,
@@ -133,10 +69,7 @@ def missing_sample(task: Task, task_id: str, sample_no: int) -> TrainingSample:
 
 def training_group(group: Group) -> list[TrainingSample]:
     """`planned_samples` of them, in the order of sample_no: what the group lacks is a dummy."""
-    given = {
-        sample.sample_no: training_sample(group.task, sample, reward)
-        for sample, reward in zip(group.samples, group.rewards, strict=True)
-    }
+    given = {sample.sample_no: training_sample(group.task, sample) for sample in group.judged}
     return [
         given.get(sample_no) or missing_sample(group.task, group.task_id, sample_no)
         for sample_no in range(group.planned_samples)
@@ -159,7 +92,7 @@ def pad_groups(groups: Sequence[Sequence[TrainingSample]], group_count: int) -> 
 
 def is_cut(sample: SampleDone) -> bool:
     """Whether the last generation ended by its length instead of by itself."""
-    generated = [turn for turn in sample.trajectory.turns if turn.source != ENVIRONMENT]
+    generated = sample.trajectory.generated_turns
     return bool(generated) and generated[-1].finish_reason is FinishReason.LENGTH
 
 
@@ -192,7 +125,7 @@ def _like(sample: TrainingSample, sample_no: int, task_id: str | None = None) ->
 
 def _abort_annotation(sample: SampleDone) -> dict[str, Any]:
     """Where and when a sample was broken off; the window is None for one that never ran."""
-    seconds = sample.timings.run_seconds + sample.timings.eval_seconds
+    seconds = sample.timings.held_seconds
     start = sample.started_unix_seconds or None
     return {
         "phase": sample.phase,
@@ -201,6 +134,6 @@ def _abort_annotation(sample: SampleDone) -> dict[str, Any]:
         "seconds": seconds,
         "node_ip": sample.node_ip,
         "gpu_ids": list(sample.gpu_ids),
-        "turns": sum(turn.source != ENVIRONMENT for turn in sample.trajectory.turns),
+        "turns": len(sample.trajectory.generated_turns),
         "error": sample.error,
     }

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     Launch = Callable[[EvaluatorSpec, list[PlannedAttempt], Sequence[PlacementToken | None]], None]
 
 _TURN_SECONDS = 0.002
+_ITS_TURN = "it waits for its turn: `py-scheduler why TASK_ID`, with a task of it, says what is ahead"
 
 
 class Admission:
@@ -55,7 +56,10 @@ class Admission:
         self._clock = clock
         self._max_slots = settings.max_running_samples
         self._launch = launch
-        self._queue = ReadyQueue(settings.max_bypass, FlowPolicy(settings.eval_weight), settings.max_wait_seconds)
+        eval_weight = None if settings.eval_weight == "by_batch_id" else settings.eval_weight
+        self._queue = ReadyQueue(
+            settings.max_bypass, FlowPolicy(eval_weight), settings.max_wait_seconds, self._competes
+        )
         self._wake = asyncio.Event()
         self._slots_out = 0
         self._stranded_tokens = 0
@@ -185,9 +189,7 @@ class Admission:
         return True
 
     def _tokens_for(self, spec: EvaluatorSpec, count: int) -> Sequence[PlacementToken | None] | None:
-        demand = self._demands.get(spec.evaluator_id)
-        if demand is None:
-            demand = self._demands[spec.evaluator_id] = spec.sample_resource
+        demand = self._demand_of(spec)
         count = min(count, self._max_slots)
         if self._slots_are_short(spec, count):
             return None
@@ -195,6 +197,29 @@ class Admission:
             return [None] * min(count, spec.resource.concurrency)
         lease = self._pool.try_acquire_batch(spec.resource, demand, count)
         return None if lease is None else lease.tokens
+
+    def _demand_of(self, spec: EvaluatorSpec) -> Resource:
+        demand = self._demands.get(spec.evaluator_id)
+        if demand is None:
+            demand = self._demands[spec.evaluator_id] = spec.sample_resource
+        return demand
+
+    def _competes(self, entry: ReadyEntry, head: ReadyEntry) -> bool:
+        """Whether the entry would take a slot, or room of a kind, that the head waits for."""
+        if self._pool is None:
+            return True
+        if isinstance(entry, ReadyBatch) and self._lacks_slots(head):
+            return True
+        return _may_want_the_same(self._sample_of(entry), self._sample_of(head))
+
+    def _sample_of(self, entry: ReadyEntry) -> Resource:
+        if isinstance(entry, ReadyClaim):
+            return entry.per_sample
+        assert isinstance(entry, ReadyBatch)
+        return self._demand_of(entry.spec)
+
+    def _lacks_slots(self, entry: ReadyEntry) -> bool:
+        return isinstance(entry, ReadyBatch) and self._slots_are_short(entry.spec, len(entry.attempts))
 
     def _slots_are_short(self, spec: EvaluatorSpec, count: int) -> bool:
         room = self._max_slots - self._slots_out
@@ -243,19 +268,27 @@ class Admission:
         if self.is_stopped:
             return "the server is shutting down and admits nothing"
         reason = self._why_not_admitted(entry)
-        turn = describe_ahead(self._queue, entry, ahead) if ahead is not None else "its turn has not come"
+        turn = describe_ahead(self._queue, entry, ahead) if ahead is not None else _ITS_TURN
         if reason and len(self._queue.flows.waiting) == 1:
             return reason
         return f"{reason}; {turn}" if reason else turn
 
     def _why_not_admitted(self, entry: ReadyEntry) -> str:
         """What would keep it waiting even if its turn came; empty when nothing is known to."""
-        if isinstance(entry, ReadyBatch) and self._slots_are_short(entry.spec, len(entry.attempts)):
+        if self._lacks_slots(entry):
             return f"max_running_samples ({self._max_slots}) are running"
         if self._pool is not None and self._queue.is_blocked(entry):
             stranded = f"; {self._stranded_tokens} tokens are held by handlers that do not stop"
             return _why_blocked(self._pool, entry) + (stranded if self._stranded_tokens else "")
         return ""
+
+
+def _may_want_the_same(one: Resource, other: Resource) -> bool:
+    """Whether there is a kind of room that both take, and nodes that would do for both."""
+    if any(other.required_labels.get(label, value) != value for label, value in one.required_labels.items()):
+        return False
+    amounts = ((one.gpu, other.gpu), (one.cpu, other.cpu), (one.memory_gb, other.memory_gb))
+    return any(min(both) > 0 for both in amounts) or not one.named.keys().isdisjoint(other.named)
 
 
 def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
@@ -266,5 +299,5 @@ def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
         demand = entry.spec.sample_resource
         wanted = min(tokens_in_budget(entry.spec.resource, demand), len(entry.attempts))
     explanation = pool.explain(demand, wanted)
-    short = ", ".join(f"{what} on {nodes} nodes" for what, nodes in explanation.shortages)
+    short = ", ".join(f"{what} on {nodes} {'node' if nodes == 1 else 'nodes'}" for what, nodes in explanation.shortages)
     return f"needs {wanted} tokens at once, {explanation.free_tokens} are free; short of {short or 'nothing any more'}"

@@ -60,12 +60,14 @@ class EndAttempt(msgspec.Struct, frozen=True, gc=False):
 class ScoreGroup(msgspec.Struct, frozen=True, gc=False):
     """The handler's word on all samples of a task: a reward to each, in the order of sample_no, or why there is none.
 
-    Without both the samples keep their own rewards.
+    Without both the samples keep their own rewards. solve_threshold: what a score must reach for its sample to be
+    `solved`.
     """
 
     task_id: str
     rewards: tuple[Reward, ...]
     error: str
+    solve_threshold: float
     unix_seconds: float
 
 

@@ -6,12 +6,14 @@ make.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from py_scheduler.domain.events import AttemptEnded, AttemptRef, Event, StopCause, TaskDone
-from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
+from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
+from py_scheduler.execution.outcomes import classify_termination
 from py_scheduler.scheduler.commands import EndAttempt, ScoreGroup, StopTasks
 from py_scheduler.scheduler.records import SubTaskRecord, TaskRecord
 
@@ -139,7 +141,23 @@ def group_done(task: TaskRecord, command: ScoreGroup) -> TaskDone:
     done = task_done(task, (), 0, command.error, command.unix_seconds)
     if command.error:
         return msgspec.structs.replace(done, state=TaskState.FAILED, reason=command.error)
-    return msgspec.structs.replace(done, rewards=command.rewards)
+    if not command.rewards:
+        return done
+    samples = sorted(task.group_samples or (), key=lambda sample: sample.sample_no)
+    outcomes = tuple(
+        _group_outcome(sample, reward, command.solve_threshold)
+        for sample, reward in zip(samples, command.rewards, strict=True)
+    )
+    return msgspec.structs.replace(
+        done, rewards=command.rewards, group_outcomes=outcomes, outcomes=dict(Counter(outcomes))
+    )
+
+
+def _group_outcome(sample: SampleDone, reward: Reward, solve_threshold: float) -> Outcome:
+    """What the group's score makes of a sample; how one ended that was not played to its end, no score changes."""
+    if not sample.is_scored:
+        return sample.outcome
+    return classify_termination(reward.score, sample.termination_reason, solve_threshold)
 
 
 def _task_state(succeeded: int, planned: int, *, aborted: bool) -> TaskState:

@@ -3,6 +3,10 @@
 A flow is what shares as one: the evals of a namespace, or its training. Its virtual time rises by what it is given over
 its weight, and the flow whose virtual time is least is served first. So over any stretch in which two flows wait, what
 they are given is as their weights are, whatever their batch ids; inside a flow the order is by batch id, then arrival.
+
+A head that finds too little room keeps its share all the same: while it waits, another flow may go on only until the
+head's turn in virtual time is over. Else small entries would take each token that is given back, and a head that needs
+several at once would never find them together.
 """
 
 from __future__ import annotations
@@ -124,10 +128,16 @@ class Flow:
             return next(iter(self._heaps.values()))[0][1]
         return min([heap[0] for heap in self._heaps.values()])[1]
 
-    def first(self, is_blocked: Callable[[Shape], bool]) -> ReadyEntry | None:
-        """The foremost entry of those that nothing blocks."""
-        free = [heap[0] for shape, heap in self._heaps.items() if not is_blocked(shape)]
+    def first(self, may_go: Callable[[ReadyEntry], bool]) -> ReadyEntry | None:
+        """The foremost entry of those that may go; entries of one shape are alike in that."""
+        free = [heap[0] for heap in self._heaps.values() if may_go(heap[0][1])]
         return min(free)[1] if free else None
+
+    def comes_before_all_of(self, other: Flow) -> bool:
+        """Whether its head is due before anything of a flow behind it: the other had its share until then."""
+        if self.is_background != other.is_background:
+            return other.is_background
+        return other.virtual_time >= self.time_after(self.head().cost)
 
     def entries(self) -> Iterator[ReadyEntry]:
         """All of them, in no order."""

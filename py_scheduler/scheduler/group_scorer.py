@@ -116,7 +116,8 @@ class GroupScorer:
             self._record(score, rewards, error)
 
     def _record(self, score: GroupScore, rewards: tuple[Reward, ...], error: str) -> None:
-        command = ScoreGroup(score.record.task_id, rewards, error, self._clock.unix_time())
+        task_id, threshold = score.record.task_id, score.spec.solve_threshold
+        command = ScoreGroup(task_id, rewards, error, threshold, self._clock.unix_time())
         self._recorder.record(command, score.record.submission.key.namespace)
 
     def _is_over(self, score: GroupScore) -> None:

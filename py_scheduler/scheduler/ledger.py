@@ -187,7 +187,9 @@ class Ledger:
                 continue
             if key in live:
                 raise AlreadyExistsError(
-                    f"tasks[{number}].client_key: {key!r} belongs to a task of this submission that is still open"
+                    f"tasks[{number}].client_key: {key!r} belongs to an open task of batch_id {command.key.batch_id!r} "
+                    f"in namespace {command.key.namespace!r}, perhaps another client's: take another key, batch_id or "
+                    "namespace, or send the same request_id again to repeat a submit"
                 )
             if key in seen:
                 raise InvalidArgumentError(f"{key!r} stands twice in this request", f"tasks[{number}].client_key")

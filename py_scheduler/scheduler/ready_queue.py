@@ -4,6 +4,7 @@ Order: between flows by weight (see `flows`); inside one the batch id's key, the
 max_wait_seconds goes before all of that. An entry that was refused blocks its shape: entries of that demand and at
 least its count are passed over until something is released, so that a wake is not a scan. Entries that fit may
 overtake a blocked head, but only `max_bypass` times; from then on nothing behind it is offered until it is admitted.
+Those of another flow may not once the head is due before all of them (see `flows`), unless they want other room.
 
 Invariants: every claim in the queue is pending (whoever ends one removes it). A batch may hold attempts that have been
 ended meanwhile: looking through a long queue for them would hold the loop, so they are found when it is offered.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.evaluator import EvaluatorSpec
@@ -54,11 +56,21 @@ class ReadyClaim(ReadyEntry, gc=True, kw_only=True):
 
 
 class ReadyQueue:
-    """All that waits. `policy` says who shares with whom and how; max_wait_seconds None: nobody is promoted."""
+    """All that waits. `policy` says who shares with whom and how; max_wait_seconds None: nobody is promoted.
 
-    def __init__(self, max_bypass: int, policy: FlowPolicy = EVEN, max_wait_seconds: float | None = None) -> None:
+    competes: whether an entry would take room that a waiting head could use.
+    """
+
+    def __init__(
+        self,
+        max_bypass: int,
+        policy: FlowPolicy = EVEN,
+        max_wait_seconds: float | None = None,
+        competes: Callable[[ReadyEntry, ReadyEntry], bool] = lambda _entry, _head: True,
+    ) -> None:
         self.max_bypass = max_bypass
         self.max_wait_seconds = max_wait_seconds
+        self._competes = competes
         self.flows = Flows(policy)
         self._tells_evals_apart = policy.tells_evals_apart
         self._blocked: dict[Hashable, int] = {}
@@ -156,14 +168,22 @@ class ReadyQueue:
                 return overdue
             if self._holds_back(overdue):
                 return None
+        heads: list[ReadyEntry] = []
         for flow in self.flows.in_order():
+            owed = [head for head in heads if waiting[head.flow].comes_before_all_of(flow)]
             head = flow.head()
-            best = flow.first(self._is_blocked)
+            best = flow.first(partial(self._may_go, owed))
             if best is not head and self._holds_back(head):
                 return None
             if best is not None:
                 return best
+            heads.append(head)
         return None
+
+    def _may_go(self, owed: list[ReadyEntry], entry: ReadyEntry) -> bool:
+        if self._is_blocked(entry.shape):
+            return False
+        return not (self.holds_back and any(self._competes(entry, head) for head in owed))
 
     def _holds_back(self, head: ReadyEntry) -> bool:
         return self.holds_back and head.bypassed >= self.max_bypass

@@ -113,8 +113,8 @@ def _ranked(
 def describe_ahead(queue: ReadyQueue, entry: ReadyEntry, ahead: Ahead) -> str:
     """Why an entry that would fit is not served yet."""
     if not ahead.in_all:
-        return "its turn has not come"
-    said = f"{ahead.in_all} batches are ahead of it"
+        return "nothing is ahead of it: it comes next"
+    said = "1 batch is ahead of it" if ahead.in_all == 1 else f"{ahead.in_all} batches are ahead of it"
     if len(queue.flows.waiting) == 1:
         return said
     weight_of = queue.flows.policy.weight_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -10,7 +12,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_queued_tasks, max_queued_samples: open tasks and their samples at most; submits beyond are refused for now.
     max_bypass: how often later batches may be admitted past a blocked one.
     eval_weight: how much evals get of the room when training waits too, which counts 1. 0: only what training leaves;
-    None: no sharing, evals stand in the order of their batch ids like everything else.
+    "by_batch_id": no sharing, evals stand in the order of their batch ids like everything else.
     max_wait_seconds: what has waited this long goes first, whatever its batch id; None: nothing is promoted.
     stop_grace_seconds: how long a stopped handler may take before its worker is given up.
     retained_events, retained_bytes: what the in-memory journal keeps for watchers that come back.
@@ -24,7 +26,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_queued_tasks: int = 1_000_000
     max_queued_samples: int = 2_000_000
     max_bypass: int = 64
-    eval_weight: float | None = 1.0
+    eval_weight: float | Literal["by_batch_id"] = 1.0
     max_wait_seconds: float | None = None
     stop_grace_seconds: float = 5.0
     retained_events: int = 1_000_000

@@ -56,7 +56,8 @@ class CursorCodec:
         if epoch != self._epoch:
             raise CursorExpiredError(
                 "the cursor belongs to another store (the server was started anew without its journal): "
-                "start without a cursor, and submit again what is missing",
+                "start without a cursor, and submit again what is missing; if it was a step, call execute_rollout or "
+                "execute_eval again",
                 self._oldest_sequence,
             )
         if filter_hash not in (self._hash, self._hash_of_all_kinds):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, scheduler_service_pb2, task_pb2
+from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, rollout_service_pb2, scheduler_service_pb2, task_pb2
 from py_scheduler.domain.events import StopCause
 from py_scheduler.domain.generation import FinishReason, LogProbKind
 from py_scheduler.domain.requests import EventKind
 from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, TaskState
+from py_scheduler.domain.training_samples import SampleStatus
 from py_scheduler.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -49,4 +50,5 @@ EPISODE_PHASES = EnumTable(EpisodePhase, task_pb2.EpisodePhase, "EPISODE_PHASE")
 ATTEMPT_STATES = EnumTable(AttemptState, event_pb2.AttemptState, "ATTEMPT_STATE")
 TASK_STATES = EnumTable(TaskState, event_pb2.TaskState, "TASK_STATE")
 STOP_CAUSES = EnumTable(StopCause, event_pb2.StopCause, "STOP_CAUSE")
+SAMPLE_STATUSES = EnumTable(SampleStatus, rollout_service_pb2.SampleStatus, "SAMPLE_STATUS")
 EVENT_KINDS = EnumTable(EventKind, scheduler_service_pb2.EventKind, "EVENT_KIND")

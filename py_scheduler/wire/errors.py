@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from py_scheduler.domain.plain import safe_text
 from py_scheduler.errors import (
     AlreadyExistsError,
     ClusterLayoutError,
@@ -35,7 +36,6 @@ from py_scheduler.errors import (
     ServerError,
     UnplaceableError,
 )
-from py_scheduler.wire.text import safe_text
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

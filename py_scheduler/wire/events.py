@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, scheduler_service_pb2
 from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, TaskDone, TasksAccepted
+from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import TasksAcceptedNotice, WatchedEvent, WatchedFrame, WatchedRecord
 from py_scheduler.wire.enums import ATTEMPT_STATES, OUTCOMES, STOP_CAUSES, TASK_STATES
 from py_scheduler.wire.results import decode_reward, decode_sample, encode_reward, encode_sample
 from py_scheduler.wire.tasks import encode_batch_id
-from py_scheduler.wire.text import safe_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,6 +126,7 @@ def _fill_task_done(event: TaskDone, message: event_pb2.Event) -> None:
         done.reason = safe_text(event.reason)
     for reward in event.rewards:
         encode_reward(reward, done.rewards.add())
+    done.group_outcomes.extend([OUTCOMES.number_of[outcome] for outcome in event.group_outcomes])
 
 
 _FILLERS: dict[type, Callable[[Any, event_pb2.Event], None]] = {
@@ -223,6 +224,7 @@ def _decode_task_done(message: event_pb2.Event) -> TaskDone:
         reason=done.reason,
         unix_seconds=message.unix_seconds,
         rewards=tuple([decode_reward(reward) for reward in done.rewards]),
+        group_outcomes=tuple([OUTCOMES.member(outcome, "task_done.group_outcomes") for outcome in done.group_outcomes]),
     )
 
 

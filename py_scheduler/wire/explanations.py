@@ -6,12 +6,12 @@ from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 a
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPhase, TaskWait
 from py_scheduler.domain.limits import name_fault
+from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId
 from py_scheduler.wire.enums import EnumTable
 from py_scheduler.wire.faults import Faults
 from py_scheduler.wire.placement import decode_shortage, encode_shortage
 from py_scheduler.wire.tasks import encode_batch_id
-from py_scheduler.wire.text import safe_text
 
 _PHASES = EnumTable(TaskPhase, service.TaskPhase, "TASK_PHASE")
 _TASK_COUNTS = ("queued_attempts", "leased_attempts", "running_attempts")

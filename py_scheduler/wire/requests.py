@@ -11,6 +11,7 @@ from itertools import islice
 from py_scheduler._generated.rollout_scheduler.v1 import resource_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler.domain.limits import MAX_TASKS_PER_ABORT, MAX_WAITING_SHOWN, name_fault
+from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
@@ -33,7 +34,6 @@ from py_scheduler.wire.cursor import CursorCodec
 from py_scheduler.wire.enums import EVENT_KINDS
 from py_scheduler.wire.faults import Faults
 from py_scheduler.wire.tasks import decode_batch_id, decode_iteration, decode_tasks, encode_batch_id
-from py_scheduler.wire.text import safe_text
 
 MAX_REASON_LENGTH = 4_096
 

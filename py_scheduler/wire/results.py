@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler.domain.generation import WeightSpan
+from py_scheduler.domain.plain import details_json, safe_text, words_of
 from py_scheduler.domain.results import NO_REWARD, EpisodePhase, Reward, SampleDone, Timings
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, Turn
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.enums import EPISODE_PHASES, FINISH_REASONS, LOG_PROB_KINDS, OUTCOMES
-from py_scheduler.wire.text import safe_text, words_of
 
 if TYPE_CHECKING:
     from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 
 _NO_TIMINGS = Timings()
-_UNREADABLE = "unreadable_details"
 
 
 # Domain to wire
@@ -76,7 +75,7 @@ def encode_reward(reward: Reward, message: task_pb2.Reward) -> None:
     """Fills an empty message. Of details what cannot travel is replaced by what is wrong with it."""
     message.score = float(reward.score)
     if reward.details:
-        message.details_json = _encode_details(reward.details)
+        message.details_json = details_json(reward.details)
 
 
 def _encode_timings(timings: Timings, message: task_pb2.Timings) -> None:
@@ -84,45 +83,6 @@ def _encode_timings(timings: Timings, message: task_pb2.Timings) -> None:
     message.run_seconds = timings.run_seconds
     message.generate_seconds = timings.generate_seconds
     message.eval_seconds = timings.eval_seconds
-
-
-def _encode_details(details: dict[str, Any]) -> bytes:
-    try:
-        encoded = msgspec.json.encode(details, enc_hook=_plain)
-        if not encoded.startswith(b"{"):
-            raise TypeError(f"{type(details).__name__} is no JSON object")
-    except Exception as error:  # noqa: BLE001 - a scorer may say anything, and its objects raise anything
-        return _encode_readable(details, error)
-    return encoded
-
-
-def _plain(value: Any) -> Any:
-    """Scalars and arrays of numpy, and of what looks like it. Raises TypeError for anything else."""
-    if callable(to_list := getattr(value, "tolist", None)):
-        return to_list()
-    raise TypeError(f"{type(value).__name__} is no JSON value")
-
-
-def _encode_readable(details: Any, error: Exception) -> bytes:
-    """Details entry by entry, those that cannot travel replaced by what is wrong with them."""
-    if not isinstance(details, dict):
-        return msgspec.json.encode({_UNREADABLE: words_of(error)})
-    entries = []
-    for key, value in details.items():
-        name = _words_of_key(key)
-        try:
-            sendable = safe_text(value) if type(value) is str else value
-            entries.append(msgspec.json.encode({name: sendable}, enc_hook=_plain)[1:-1])
-        except Exception as fault:  # noqa: BLE001 - as above
-            entries.append(msgspec.json.encode({name: f"{_UNREADABLE}: {words_of(fault)}"})[1:-1])
-    return b"{" + b",".join(entries) + b"}"
-
-
-def _words_of_key(key: Any) -> str:
-    try:
-        return safe_text(str(key))
-    except Exception as error:  # noqa: BLE001 - as above
-        return words_of(error)
 
 
 def encode_trajectory(trajectory: Trajectory, message: task_pb2.Trajectory) -> None:

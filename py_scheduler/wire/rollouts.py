@@ -9,18 +9,17 @@ from __future__ import annotations
 import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2 as service
-from py_scheduler.domain.limits import MAX_REPEAT_TIMES, MAX_SAMPLES_PER_CALL, name_fault
+from py_scheduler.domain.limits import MAX_GROUPS_PER_STEP, MAX_REPEAT_TIMES, MAX_SAMPLES_PER_CALL, name_fault
+from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import EventFilter
-from py_scheduler.domain.steps import DatasetOutcomes, FilterReport, StepKind, StepReport, StepRequest
+from py_scheduler.domain.steps import DatasetOutcomes, FilterReport, KeptGroup, StepKind, StepReport, StepRequest
 from py_scheduler.wire.cursor import CursorCodec
 from py_scheduler.wire.enums import OUTCOMES
 from py_scheduler.wire.faults import Faults
-from py_scheduler.wire.text import safe_text
 
 ExecuteRequest = service.ExecuteRolloutRequest | service.ExecuteEvalRequest
 ExecuteResponse = service.ExecuteRolloutResponse | service.ExecuteEvalResponse
 
-MAX_GROUPS = 100_000
 _MAX_ROLLOUT_ID = 2**53 - 1
 """Exact in every JSON file that it is written to."""
 _FILTER_COUNTS = ("kept_groups", "kept_samples", "dropped_groups", "dropped_samples")
@@ -39,14 +38,16 @@ def decode_step_request(message: ExecuteRequest) -> StepRequest:
     faults = Faults()
     if fault := name_fault(message.request_id):
         faults.add("request_id", fault)
-    if not 0 <= message.rollout_id <= _MAX_ROLLOUT_ID:
-        faults.add("rollout_id", f"is {message.rollout_id}, must be at least 0 and at most {_MAX_ROLLOUT_ID}")
+    _check_rollout_id(message.rollout_id, faults)
     groups = None
     if isinstance(message, service.ExecuteRolloutRequest) and message.HasField("groups"):
-        groups = _count(message.groups, "groups", MAX_GROUPS, faults)
+        groups = _count(message.groups, "groups", MAX_GROUPS_PER_STEP, faults)
     samples = _count(message.samples, "samples", MAX_REPEAT_TIMES, faults) if message.HasField("samples") else None
     if (groups or 1) * (samples or 1) > MAX_SAMPLES_PER_CALL:
-        faults.add("samples", f"{groups} groups of {samples} samples are more than {MAX_SAMPLES_PER_CALL}")
+        faults.add(
+            "samples",
+            f"{groups or 1} groups of {samples or 1} samples are more than {MAX_SAMPLES_PER_CALL}: ask for fewer",
+        )
     faults.check()
     return StepRequest(
         kind=StepKind.ROLLOUT if isinstance(message, service.ExecuteRolloutRequest) else StepKind.EVAL,
@@ -56,6 +57,19 @@ def decode_step_request(message: ExecuteRequest) -> StepRequest:
         samples=samples,
         cancel_on_disconnect=message.cancel_on_disconnect,
     )
+
+
+def decode_read_request(message: service.ReadSamplesRequest) -> int:
+    """The iteration. Raises InvalidArgumentError."""
+    faults = Faults()
+    _check_rollout_id(message.rollout_id, faults)
+    faults.check()
+    return message.rollout_id
+
+
+def _check_rollout_id(rollout_id: int, faults: Faults) -> None:
+    if not 0 <= rollout_id <= _MAX_ROLLOUT_ID:
+        faults.add("rollout_id", f"is {rollout_id}, must be at least 0 and at most {_MAX_ROLLOUT_ID}")
 
 
 def _count(value: int, field: str, most: int, faults: Faults) -> int:
@@ -96,7 +110,8 @@ def _fill_report(report: StepReport, message: service.StepReport) -> None:
     message.rollout_id = report.rollout_id
     message.request_id = report.request_id
     message.submission_id = report.submission_id
-    message.task_ids.extend(report.task_ids)
+    for group in report.kept:
+        message.kept.add(task_id=group.task_id, sample_nos=group.sample_nos)
     message.rounds = report.rounds
     message.training_samples = report.training_samples
     for counts in report.filters:
@@ -109,6 +124,8 @@ def _fill_report(report: StepReport, message: service.StepReport) -> None:
     message.files.extend(map(safe_text, report.files))
     message.reused_from = safe_text(report.reused_from)
     message.warnings.extend(map(safe_text, report.warnings))
+    if report.samples_of is not None:
+        message.samples_of = report.samples_of
 
 
 def decode_report(message: ExecuteResponse) -> StepReport | None:
@@ -122,7 +139,7 @@ def decode_report(message: ExecuteResponse) -> StepReport | None:
         rollout_id=report.rollout_id,
         request_id=report.request_id,
         submission_id=report.submission_id,
-        task_ids=tuple(report.task_ids),
+        kept=tuple(KeptGroup(group.task_id, tuple(group.sample_nos)) for group in report.kept),
         rounds=report.rounds,
         training_samples=report.training_samples,
         filters=tuple(
@@ -139,6 +156,7 @@ def decode_report(message: ExecuteResponse) -> StepReport | None:
         datasets=tuple(map(_decode_dataset, report.datasets)),
         files=tuple(report.files),
         reused_from=report.reused_from,
+        samples_of=report.samples_of if report.HasField("samples_of") else None,
         warnings=tuple(report.warnings),
     )
 

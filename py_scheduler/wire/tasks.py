@@ -22,9 +22,9 @@ from py_scheduler.domain.limits import (
     check_task_config,
     name_fault,
 )
+from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.task import BatchId, RetryPolicy, Task, TaskConfig
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
-from py_scheduler.wire.text import safe_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -56,8 +56,14 @@ async def served() -> AsyncIterator[Served]:
 
 
 @pytest.fixture
-async def client(served: Served) -> AsyncIterator[SchedulerClient]:
-    async with SchedulerClient.connect(served.address, reconnect_seconds=0.0) as opened:
+def address(served: Served) -> str:
+    """Of the server on the fake engine; modules that test the real one have a fixture of this name in its place."""
+    return served.address
+
+
+@pytest.fixture
+async def client(address: str) -> AsyncIterator[SchedulerClient]:
+    async with SchedulerClient.connect(address, reconnect_seconds=0.0) as opened:
         yield opened
 
 

@@ -84,7 +84,7 @@ async def test_a_waiting_task_is_told_which_resource_is_short(capsys: pytest.Cap
         async with asyncio.timeout(10):
             while not (waits := (await client.explain_task(submission.task_ids[1])).waits):
                 pass
-        assert "named.licence on 2 nodes, label zone=a on 1 nodes" in waits[0].reason
+        assert "named.licence on 2 nodes, label zone=a on 1 node" in waits[0].reason
         show_explanation(await client.explain_task(submission.task_ids[1]), Console(width=200))
         assert "named.licence, label zone=a" in capsys.readouterr().out
         info = await client.server_info()

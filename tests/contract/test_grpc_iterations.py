@@ -43,12 +43,6 @@ async def address() -> AsyncIterator[str]:
         yield bound
 
 
-@pytest.fixture
-async def client(address: str) -> AsyncIterator[SchedulerClient]:
-    async with SchedulerClient.connect(address, reconnect_seconds=0.0) as opened:
-        yield opened
-
-
 def tasks(prompt: str = "", **config: object) -> list[Task]:
     return [Task(config=TaskConfig(task_type="step", **config), prompt=prompt)]  # type: ignore[arg-type]
 

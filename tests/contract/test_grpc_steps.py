@@ -84,12 +84,6 @@ async def address(parts: Parts) -> str:
     return bound
 
 
-@pytest.fixture
-async def client(address: str) -> AsyncIterator[SchedulerClient]:
-    async with SchedulerClient(address, reconnect_seconds=0.0) as opened:
-        yield opened
-
-
 def rollout(rollout_id: int = 0, request_id: str = "a", **more: object) -> StepRequest:
     return StepRequest(kind=StepKind.ROLLOUT, rollout_id=rollout_id, request_id=request_id, **more)  # type: ignore[arg-type]
 

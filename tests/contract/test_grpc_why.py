@@ -50,12 +50,6 @@ async def address() -> AsyncIterator[str]:
         yield bound
 
 
-@pytest.fixture
-async def client(address: str) -> AsyncIterator[SchedulerClient]:
-    async with SchedulerClient.connect(address, reconnect_seconds=0.0) as opened:
-        yield opened
-
-
 async def submit(client: SchedulerClient, batch_id: BatchId, count: int = 2) -> list[str]:
     tasks = [Task(config=TaskConfig(task_type="pair"), prompt=str(number)) for number in range(count)]
     return list((await client.submit(tasks, batch_id)).task_ids)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
 
+import msgspec
+import pytest
 import reasoning_gym  # noqa: F401 - takes long to import, and would keep a loop for so long
 
 from py_scheduler.app import build, running
@@ -59,6 +62,38 @@ async def test_the_minimal_client_runs() -> None:
     assert len(samples) == 4 * 4
     assert all(re.fullmatch(r"\S+ \d wrong_answer 0\.\d\d \d+ tokens", line) for line in samples), samples
     assert sorted(line.rpartition(" ")[2] for line in lines if line not in samples) == ["succeeded"] * 4
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("handler", "turns"), [("MathAgent", 2), ("CheckingAgent", 4)])
+async def test_the_handlers_of_the_readme_run_as_it_says(handler: str, turns: int, tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "class MathAgent" in block)
+    (tmp_path / "my_agents.py").write_text(code)
+    (task,) = re.findall(r"(?m)^echo '(.*)' > task.json$", readme)
+    (tmp_path / "task.json").write_text(task)
+    # The tiny model may talk until its context is full.
+    (tmp_path / "short.toml").write_text(
+        "[generation.student]\nkind = 'embedded'\n[sampling]\nmax_new_tokens = 16\n[[evaluator]]\nevaluator_id = 'e'\n"
+        f"handler = 'my_agents:{handler}'\nresource = {{}}\n"
+    )
+    (words,) = set(re.findall(r"(?m)^py-scheduler (try-handler my_agents:MathAgent --task-json \S+)", readme))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "py_scheduler.cli",
+        *words.replace("MathAgent", handler).split(),
+        *("--config", "short.toml", "--json"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    stdout, stderr = await process.communicate()
+    assert process.returncode == 0, (stdout, stderr)
+    trial = msgspec.json.decode(stdout)
+    assert trial["outcome"] in {"wrong_answer", "solved"}
+    assert len(trial["turns"]) == turns
 
 
 async def test_an_engine_that_does_not_answer_is_shown_without_its_address() -> None:

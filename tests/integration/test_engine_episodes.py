@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from py_scheduler.domain.evaluator import STUDENT, TEACHER, BaseAgent
-from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, ModelInfo
+from py_scheduler.domain.generation import ChatMessage, FinishReason, Generation, LogProbKind, ModelInfo
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from py_scheduler.domain.evaluator import Episode
-    from py_scheduler.domain.generation import ChatMessage, GenerationRequest
+    from py_scheduler.domain.generation import GenerationRequest
 
 STEP = IterationContext(rollout_id=3, beta=0.3, t_max=7)
 
@@ -329,6 +329,25 @@ async def test_a_reason_outlives_a_scorer_that_raises() -> None:
     async with running_engine(spec_of(BrokenScorer(runs=runs))) as harness:
         (sample,) = await harness.samples(await harness.submit([task_of("runs")]))
     assert (sample.phase, sample.termination_reason, sample.outcome) == ("eval", "max_turns", Outcome.INFRA_OTHER)
+
+
+@pytest.mark.parametrize("generates", [True, False])
+async def test_a_second_conversation_in_one_context_is_refused(*, generates: bool) -> None:
+    """It would stand behind the first one as another, which no template of the model describes."""
+
+    async def twice(episode: Episode) -> AgentResult:
+        await episode.observe_chat([ChatMessage("user", "first")])
+        if generates:
+            await episode.generate()
+        await episode.observe_chat([ChatMessage("user", "second")])
+        return AgentResult()
+
+    async with running_engine(spec_of(ScriptedAgent(twice=twice)), generation_engines={STUDENT: Words(1)}) as harness:
+        (sample,) = await harness.samples(await harness.submit([task_of("twice")]))
+    assert sample.outcome is Outcome.INFRA_OTHER
+    assert "FailedPreconditionError" in sample.error
+    assert "observe_reply(episode, text) from py_scheduler.integrations.chat_turns" in sample.error
+    assert len(sample.trajectory.turns) == 1 + generates
 
 
 async def test_samples_say_when_they_began() -> None:

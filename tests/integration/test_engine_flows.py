@@ -66,6 +66,44 @@ async def test_both_progress_as_their_weights_are(weight: float, evals_of_80: in
         assert "training (weight 1)" in waiting.reason
 
 
+@pytest.mark.parametrize(("weight", "most_evals"), [(0.0, 0), (0.25, 7), (1.0, 20)])
+async def test_small_evals_do_not_take_the_room_that_a_large_training_batch_is_owed(
+    weight: float, most_evals: int
+) -> None:
+    agent = SteppingAgent()
+    gpu = Resource(gpu=1)
+    specs = [
+        spec_of(agent, "training", resource=Resource(gpu=4, concurrency=4), run_resource=gpu, batch_size=4),
+        spec_of(agent, "eval", resource=gpu, run_resource=gpu, batch_size=1),
+    ]
+    limits = EngineSettings(eval_weight=weight)
+    async with running_engine(*specs, pool=gpu_pool(4), settings=limits) as harness:
+        training = await harness.submit([task_of(f"training {n}", "training") for n in range(60)], 1)
+        await harness.until_started(training, 4)
+        evals = await harness.submit([task_of(f"eval {n}", "eval", is_eval=True) for n in range(60)], "1/eval")
+        await agent.end(32)
+        counts = Counter(agent.order)
+        assert most_evals / 2 <= counts["eval"] <= most_evals
+        assert counts["training"] >= 36 - most_evals - 4, "less what is gathered for the next"
+        waiting = harness.engine.explain_task(evals.task_ids[-1], "default").waits[0]
+        assert "of training (weight 1)" in waiting.reason
+
+
+async def test_evals_that_want_other_room_do_not_wait_for_a_training_batch() -> None:
+    agent = SteppingAgent()
+    gpu, cpu = Resource(gpu=1), Resource(cpu=1)
+    specs = [
+        spec_of(agent, "training", resource=Resource(gpu=4, concurrency=4), run_resource=gpu, batch_size=4),
+        spec_of(agent, "eval", resource=cpu, run_resource=cpu, batch_size=1),
+    ]
+    async with running_engine(*specs, pool=gpu_pool(4), settings=EngineSettings(eval_weight=0.0)) as harness:
+        training = await harness.submit([task_of(f"training {n}", "training") for n in range(8)], 1)
+        await harness.until_started(training, 4)
+        evals = await harness.submit([task_of(f"eval {n}", "eval", is_eval=True) for n in range(20)], "1/eval")
+        await harness.until_started(evals, 20)
+        assert agent.inside == 24
+
+
 async def test_evals_of_every_step_finish_beside_a_backlog_that_never_ends() -> None:
     agent = SteppingAgent()
     async with running_engine(spec_of(agent), max_running_samples=2) as harness:
@@ -80,7 +118,7 @@ async def test_evals_of_every_step_finish_beside_a_backlog_that_never_ends() -> 
 
 async def test_strict_order_when_nothing_is_shared() -> None:
     agent = SteppingAgent()
-    limits = EngineSettings(eval_weight=None, max_running_samples=1)
+    limits = EngineSettings(eval_weight="by_batch_id", max_running_samples=1)
     async with running_engine(spec_of(agent), settings=limits) as harness:
         await harness.submit([task_of("training") for _ in range(4)], 1)
         await harness.submit([task_of("eval", is_eval=True) for _ in range(4)], "1/eval")

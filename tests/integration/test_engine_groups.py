@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from py_scheduler.domain.events import AttemptEnded, TaskDone
@@ -82,7 +83,15 @@ async def test_a_group_is_scored_once_after_its_last_sample_and_holds_no_room() 
     assert isinstance(done, TaskDone)
     assert done.state is TaskState.SUCCEEDED
     assert [reward.score for reward in done.rewards] == [0.0, 0.2, 0.4, 0.6, 0.8]
+    assert done.outcomes == {Outcome.WRONG_ANSWER: 5}
     assert {sample.reward.score for sample in samples_in(records)} == {1.0}, "a sample keeps its own in its record"
+
+
+async def test_the_evaluators_threshold_says_what_the_groups_score_solves() -> None:
+    spec = msgspec.structs.replace(spec_of(RankingAgent()), solve_threshold=0.5)
+    async with running_engine(spec) as harness:
+        done = await one_done(harness, await harness.submit([task_of("sum", repeat_times=3)]))
+    assert done.group_outcomes == (Outcome.WRONG_ANSWER, Outcome.WRONG_ANSWER, Outcome.SOLVED)
 
 
 async def test_a_group_with_failures_is_scored_whole_and_one_of_failures_only_is_not_scored() -> None:

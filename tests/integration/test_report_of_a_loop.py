@@ -31,6 +31,7 @@ batch_size = 2
 groups_per_step = 4
 samples_per_group = 2
 artifact_dir = "out"
+reuse = { mode = "never" }
 
 [[dataset]]
 name = "numbers"

@@ -18,7 +18,7 @@ from py_scheduler.domain.requests import WatchedFrame
 from py_scheduler.domain.results import SampleDone
 from py_scheduler.domain.steps import StepKind, StepReport, StepRequest
 from py_scheduler.errors import CursorExpiredError, FailedPreconditionError, ServerError
-from py_scheduler.rollout.details import read_summary
+from py_scheduler.rollout.iteration_summary import read_summary
 from py_scheduler.rollout.store import read_samples
 from tests.support.served_process import served_process
 
@@ -41,6 +41,7 @@ artifact_dir = "kept"
 save_eval_details = true
 n_samples_per_eval_prompt = 4
 filters = { rejection = "spread" }
+reuse = { mode = "never" }
 dagger = { beta_start = 1.0, beta_end = 0.0, decay_iterations = 4 }
 """
 TABLE = """
@@ -129,57 +130,73 @@ def numbers(task_ids: Iterable[str]) -> list[int]:
 async def test_steps(way: str, tmp_path: Path) -> None:
     async with steps_of(way, write(tmp_path)) as steps:
         report, samples = await steps.rollout(0)
-        assert report.kind is StepKind.ROLLOUT
-        # Rows 0 to 3 give two survivors, 4 and 5 one more, 6 the last.
-        assert report.rounds == 3
-        assert numbers(report.task_ids) == [0, 2, 4, 6]
-        assert report.training_samples == 8
-        (spread,) = report.filters
-        assert (spread.filter, spread.kept_groups, spread.dropped_groups) == ("rejection", 4, 3)
-        assert spread.group_reasons == {"no_spread": 3}
-        assert sorted(numbers(spread.dropped_task_ids)) == [1, 3, 5]
-        assert len(samples) == 14
-        assert {sample.reward.details["beta"] for sample in samples} == {1.0}
-        assert report.datasets[0].dataset == "train"
-        assert sum(report.datasets[0].outcomes.values()) == 14
-        assert report.reused_from == ""
-        assert sorted(report.files) == [
-            "eval_details/train_0.summary.json",
-            "trajectory_sft_samples.parquet",
-            "trajectory_sft_samples_iter_000.parquet",
-        ]
-        kept = list(read_samples(tmp_path / "kept/trajectory_sft_samples_iter_000.parquet"))
-        assert [[sample.prompt for sample in group] for group in kept] == [[f"train {n}"] * 2 for n in (0, 2, 4, 6)]
-        summary = read_summary(tmp_path / "kept/eval_details/train_0.summary.json")
-        assert summary.filters == report.filters
-        assert not (tmp_path / "kept/partial/iter_000").exists()
+        check_rollout(report, samples)
+        check_files_of_rollout(report, tmp_path / "kept")
 
         report, samples = await steps.eval(0)
-        # Interleaved, every prompt and copy, as it was taken in: short 0, long 0, short 0, long 0, ...
-        assert len(report.task_ids) == 4 * (2 + 5)
-        assert len(samples) == 28
-        assert {sample.reward.details.get("beta") for sample in samples if not sample.error} == {0.0}
-        # The broken prompt has no model result: it is in no rate.
-        assert report.metrics == {
-            "eval/short/accuracy": 1.0,
-            **{f"eval/short/pass@{k}": 1.0 for k in (1, 2, 4)},
-            "eval/long/accuracy": 0.0,
-            **{f"eval/long/pass@{k}": 0.0 for k in (1, 2, 4)},
-        }
-        outcomes = {dataset.dataset: dataset.outcomes for dataset in report.datasets}
-        assert outcomes == {"short": {"solved": 8}, "long": {"wrong_answer": 16, "infra_conn": 4}}
-        assert sorted(report.files) == [
-            "eval_details/0.jsonl",
-            "eval_details/0.placement.jsonl",
-            "eval_details/0.summary.json",
-        ]
+        check_eval(report, samples)
         lines = (tmp_path / "kept/eval_details/0.jsonl").read_bytes().splitlines()
         assert len([msgspec.json.decode(line) for line in lines]) == 28
 
-        report, samples = await steps.rollout(1)
+        _, samples = await steps.rollout(1)
         assert {sample.reward.details["beta"] for sample in samples} == {0.75}
         prompts = {sample.trajectory.turns[0].text for sample in samples}
         assert prompts == {f"train {n}" for n in range(7, 15)}
+
+
+def check_rollout(report: StepReport, samples: list[SampleDone]) -> None:
+    assert report.kind is StepKind.ROLLOUT
+    # Rows 0 to 3 give two survivors, 4 and 5 one more, 6 the last.
+    assert report.rounds == 3
+    assert numbers(report.task_ids) == [0, 2, 4, 6]
+    assert {group.sample_nos for group in report.kept} == {(0, 1)}
+    assert report.training_samples == 8
+    (spread,) = report.filters
+    assert (spread.filter, spread.kept_groups, spread.dropped_groups) == ("rejection", 4, 3)
+    assert spread.group_reasons == {"no_spread": 3}
+    assert sorted(numbers(spread.dropped_task_ids)) == [1, 3, 5]
+    assert len(samples) == 14
+    assert {sample.reward.details["beta"] for sample in samples} == {1.0}
+    assert report.datasets[0].dataset == "train"
+    assert sum(report.datasets[0].outcomes.values()) == 14
+    assert report.reused_from == ""
+
+
+def check_files_of_rollout(report: StepReport, folder: Path) -> None:
+    assert sorted(report.files) == [
+        "eval_details/train_0.summary.json",
+        "trajectory_sft_samples.parquet",
+        "trajectory_sft_samples_iter_000.parquet",
+    ]
+    kept = list(read_samples(folder / "trajectory_sft_samples_iter_000.parquet"))
+    assert [[sample.prompt for sample in group] for group in kept] == [[f"train {n}"] * 2 for n in (0, 2, 4, 6)]
+    assert read_summary(folder / "eval_details/train_0.summary.json").filters == report.filters
+    assert not (folder / "partial/iter_000").exists()
+
+
+def check_eval(report: StepReport, samples: list[SampleDone]) -> None:
+    assert report.kind is StepKind.EVAL
+    # Interleaved, every prompt and copy, as it was taken in: short 0, long 0, short 0, long 0, ...
+    assert len(set(report.task_ids)) == 4 * (2 + 5)
+    assert sorted(report.task_ids) == sorted(sample.task_id for sample in samples)
+    assert {sample.sample_no for sample in samples} == {0}
+    assert {group.sample_nos for group in report.kept} == {(0,)}
+    assert len(samples) == 28
+    assert {sample.reward.details.get("beta") for sample in samples if not sample.error} == {0.0}
+    # The broken prompt has no model result: it is in no rate.
+    assert report.metrics == {
+        "eval/short/accuracy": 1.0,
+        **{f"eval/short/pass@{k}": 1.0 for k in (1, 2, 4)},
+        "eval/long/accuracy": 0.0,
+        **{f"eval/long/pass@{k}": 0.0 for k in (1, 2, 4)},
+    }
+    outcomes = {dataset.dataset: dataset.outcomes for dataset in report.datasets}
+    assert outcomes == {"short": {"solved": 8}, "long": {"wrong_answer": 16, "infra_conn": 4}}
+    assert sorted(report.files) == [
+        "eval_details/0.jsonl",
+        "eval_details/0.placement.jsonl",
+        "eval_details/0.summary.json",
+    ]
 
 
 @pytest.mark.parametrize("way", ["in-process", "over gRPC"])
@@ -220,8 +237,10 @@ async def test_a_server_that_ends_in_a_step_executes_it_with_the_same_tasks_afte
             async for frame in client.step_frames(step):
                 assert isinstance(frame, WatchedFrame)
                 cursor = frame.cursor
-                finished += sum(isinstance(record.event, AttemptEnded) for record in frame.records)
-                if finished == 3:
+                ended = sum(isinstance(record.event, AttemptEnded) for record in frame.records)
+                finished += ended
+                # Once: a second signal ends the server at once.
+                if ended and finished == 3:
                     served.process.send_signal(how)
         assert caught.value.code == "UNAVAILABLE"
         code = await served.process.wait()
@@ -236,3 +255,8 @@ async def test_a_server_that_ends_in_a_step_executes_it_with_the_same_tasks_afte
         # The same as in `test_steps`, where nothing ended.
         assert {sample.trajectory.turns[0].text for sample in samples} == {f"train {n}" for n in range(7, 15)}
         assert len(report.task_ids) == 4
+        *_, again = [event async for event in client.execute_rollout(1, request_id="second")]
+        assert again == report
+    async with served_process(config) as served, SchedulerClient(served.address) as client:
+        with pytest.raises(FailedPreconditionError, match=r"'second' was iteration 1, .* Go on with iteration 2"):
+            await anext(client.step_frames(step))

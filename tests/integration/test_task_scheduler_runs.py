@@ -18,7 +18,7 @@ from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AgentResult, Outcome, Reward, TaskState
 from py_scheduler.domain.task import Batch
 from py_scheduler.errors import AlreadyExistsError, UnplaceableError
-from py_scheduler.interfaces.running import WINDOW_SAMPLES
+from py_scheduler.interfaces.task_run import WINDOW_SAMPLES
 from py_scheduler.interfaces.task_scheduler import TaskScheduler
 from py_scheduler.scheduler.engine import Engine
 from py_scheduler.scheduler.settings import EngineSettings

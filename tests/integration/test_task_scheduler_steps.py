@@ -6,8 +6,10 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from py_scheduler.domain.results import Reward
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.interfaces import eval_step
@@ -15,22 +17,25 @@ from py_scheduler.interfaces.rollout_step import SURPLUS
 from py_scheduler.interfaces.task_scheduler import TaskScheduler
 from py_scheduler.rollout.dagger import DAggerSchedule
 from py_scheduler.rollout.filters import FilterSettings, Rejection
+from py_scheduler.rollout.iteration_summary import read_summary
 from py_scheduler.rollout.loop_state import read_loop_state
 from py_scheduler.rollout.reuse import ReuseSettings
 from py_scheduler.rollout.settings import RolloutSettings
 from py_scheduler.rollout.sources import IterableSource
 from tests.integration.test_task_scheduler_runs import engine_of
-from tests.support.handlers import GatedAgent, spec_of
+from tests.support.handlers import GatedAgent, SolvingAgent, spec_of
 from tests.support.step_handlers import Published, Rated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from py_scheduler.domain.evaluator import BaseAgent
-    from py_scheduler.interfaces.results import RolloutResult
+    from py_scheduler.domain.results import SampleDone
+    from py_scheduler.interfaces.step_results import RolloutResult
     from py_scheduler.rollout.groups import Group
 
+ROLLED_OUT = RolloutSettings(groups_per_step=2, reuse=ReuseSettings(mode="never"))
 SPREAD = FilterSettings(rejection=Rejection.SPREAD)
 
 
@@ -53,7 +58,7 @@ def scheduler_of(
     evals: dict[str, list[Task]] | None = None,
     **more: Any,
 ) -> TaskScheduler:
-    settings = more.pop("settings", RolloutSettings(groups_per_step=2))
+    settings = more.pop("settings", ROLLED_OUT)
     return TaskScheduler(
         engine_of(spec_of(handler or Rated())),
         settings=settings,
@@ -193,22 +198,43 @@ async def test_a_step_of_dummies_alone_is_an_error() -> None:
             await scheduler.execute_rollout(-1)
 
 
+async def test_a_step_without_a_token_to_learn_from_says_so() -> None:
+    async with scheduler_of(SolvingAgent(), settings=RolloutSettings(groups_per_step=2)) as scheduler:
+        result = await scheduler.execute_rollout(0)
+    assert result.summary.dummies == 4
+    (warning,) = result.warnings
+    assert warning.startswith("iteration 0: not one sample can be learnt from (solved 4): that takes tokens")
+
+
 # Reuse
 
 
 async def test_auto_reuse_trains_on_iteration_0_again_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = RolloutSettings(groups_per_step=2, reuse=ReuseSettings(mode="auto"))
+    settings = RolloutSettings(groups_per_step=2)
+    assert settings.reuse.mode is None, "in-process that is the seed's default"
     async with scheduler_of(settings=settings, artifact_root=tmp_path) as scheduler:
         first = await scheduler.execute_rollout(0)
         second = await scheduler.execute_rollout(1)
         assert second.samples == first.samples
         assert second.groups == ()
-        assert second.reused_from == "iteration 0"
+        assert second.reused_from == "trajectory_sft_samples_iter_000.parquet"
+        assert second.files == ("eval_details/train_1.summary.json",)
+        told = read_summary(tmp_path / second.files[0])
+        assert (told.reuse, told.warnings, told.total.samples) == ("load", second.warnings, 0)
         assert "trains on the samples of iteration 0 again" in second.warnings[0]
         assert second.warnings[0] in caplog.text
         assert scheduler.next_rollout_id == 2
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_without_a_file_of_iteration_0_auto_reuse_rolls_out(tmp_path: Path, is_kept: bool) -> None:
+    settings = RolloutSettings(groups_per_step=2)
+    async with scheduler_of(settings=settings, artifact_root=tmp_path if is_kept else None) as scheduler:
+        for rollout_id in (1, 2):
+            result = await scheduler.execute_rollout(rollout_id)
+            assert (result.reused_from, result.warnings, len(result.groups)) == ("", (), 2)
 
 
 async def test_the_variables_of_reuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +244,11 @@ async def test_the_variables_of_reuse(tmp_path: Path, monkeypatch: pytest.Monkey
     async with scheduler_of(artifact_root=tmp_path / "second") as scheduler:
         for rollout_id in range(2):
             assert (await scheduler.execute_rollout(rollout_id)).samples == rolled[rollout_id].samples
+    async with scheduler_of(artifact_root=tmp_path / "first") as scheduler:
+        assert (await scheduler.execute_rollout(0)).files == ()
+        told = read_summary(tmp_path / "first/eval_details/train_0.summary.json")
+        assert told == rolled[0].summary, "the figures of the rollout itself stay"
+    async with scheduler_of(artifact_root=tmp_path / "second") as scheduler:
         with pytest.raises(FailedPreconditionError, match="iteration 2 has nothing to replay"):
             await scheduler.execute_rollout(2)
         monkeypatch.setenv("STACX_FORCE_FRESH_ROLLOUT", "1")
@@ -282,6 +313,11 @@ async def test_the_eval_beta(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await scheduler.execute_eval(0)).datasets["a"][0].rewards[0].details["beta"] == 0.0
         monkeypatch.setenv("STACX_DAGGER_EVAL_BETA", "0.25")
         assert (await scheduler.execute_eval(0)).datasets["a"][0].rewards[0].details["beta"] == 0.25
+    settings = RolloutSettings(eval_beta=0.75)
+    async with scheduler_of(evals={"a": rows("a", 1)}, settings=settings) as scheduler:
+        assert (await scheduler.execute_eval(0)).datasets["a"][0].rewards[0].details["beta"] == 0.25
+        monkeypatch.delenv("STACX_DAGGER_EVAL_BETA")
+        assert (await scheduler.execute_eval(0)).datasets["a"][0].rewards[0].details["beta"] == 0.75
 
 
 async def test_an_eval_runs_beside_a_step_under_one_limit() -> None:
@@ -334,3 +370,27 @@ async def test_a_subclass_may_override_each_move() -> None:
         result = await scheduler.execute_rollout(0)
     assert moves == ["fetch 2", "distribute", "run", "batch 2"]
     assert [len(group.samples) for group in result.groups] == [3, 3]
+
+
+# Groups that are scored as a whole
+
+
+class Overruled(Rated):
+    """Its groups' scores say the opposite of the samples' own."""
+
+    async def eval_group(self, task: Task, samples: Sequence[SampleDone]) -> Sequence[Reward]:
+        return [Reward(score=1.0 - sample.reward.score) for sample in samples]
+
+
+async def test_what_the_group_is_given_is_what_every_figure_counts() -> None:
+    tasks = numbered({}, count=2)
+    evals = {"held_out": [msgspec.structs.replace(tasks[0], metadata={"scores": [0.0]})]}
+    async with scheduler_of(Overruled(), source=tasks, evals=evals) as scheduler:
+        step = await scheduler.execute_rollout(0)
+        measured = await scheduler.execute_eval(0)
+    assert step.metrics == {"rollout/mean_reward": 0.5, "rollout/accuracy": 0.5, "rollout/dummies": 0.0}
+    assert [group.outcomes for group in step.groups] == [("solved", "wrong_answer")] * 2
+    assert [s.metadata["_termination_reason"] for s in step.samples[0]] == ["solved", "wrong_answer"]
+    assert measured.metrics == {"eval/held_out/accuracy": 1.0}
+    (prompt,) = measured.datasets["held_out"]
+    assert (prompt.done.outcomes, prompt.outcomes) == ({"solved": 1}, ("solved",))

@@ -65,6 +65,14 @@ class Broken(Silent):
             return self.fall(height - 1)
         raise LookupError("the floor is gone")
 
+class Painter(Silent):
+    async def run(self, episode):
+        episode.observe([1], "\\x1b[2J\\x9b1m[/red] seen")
+        return AgentResult(answer="a", termination_reason="\\x1b]0;title\\x07")
+
+    async def eval(self, episode, result):
+        return Reward(score=1.0, details={"\\x1b[31m": "\\x9b31m", "nested": ["\\x1b[0m"]})
+
 class Slow(Silent):
     async def run(self, episode):
         import asyncio
@@ -156,6 +164,20 @@ def test_a_wrong_answer_is_a_finished_sample(tried: Tried) -> None:
     assert code == 0
     assert "outcome   wrong_answer" in text
     assert "reward    0.25" in text
+
+
+def test_nothing_of_a_sample_is_a_command_to_the_terminal(tried: Tried) -> None:
+    code, text, _ = tried("tried_agents:Painter", "--engine", "none", "--prompt", "x")
+    assert code == 0
+    assert [character for character in text if not character.isprintable() and character != "\n"] == []
+    assert "\\x1b[2J\\x9b1m[/red] seen" in text
+    assert "\\x1b]0;title\\x07" in text
+    assert "\\x1b[31m: \\x9b31m" in text
+    text = tried("tried_agents:Painter", "--engine", "none", "--prompt", "x", "--json")[1]
+    assert [character for character in text if not character.isprintable() and character != "\n"] == []
+    shown = json.loads(text)
+    assert shown["turns"][0]["text"] == "\x1b[2J\x9b1m[/red] seen"
+    assert shown["reward"]["details"] == {"\x1b[31m": "\x9b31m", "nested": ["\x1b[0m"]}
 
 
 @pytest.mark.parametrize("repetition", [1, 2])

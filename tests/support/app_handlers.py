@@ -5,14 +5,29 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from py_scheduler.domain.evaluator import BaseAgent, Episode
+from py_scheduler.domain.evaluator import BaseAgent, Episode, EvaluatorSpec
 from py_scheduler.domain.results import AgentResult, Reward, SampleDone
-from py_scheduler.domain.task import Task
+from py_scheduler.domain.task import Batch, Task
+
+
+def last_first(tasks: Sequence[Task], specs: Mapping[str, EvaluatorSpec]) -> list[Batch]:
+    """A batching strategy: each task by itself, in the opposite order."""
+    assert tasks[0].config.task_type in specs
+    return [Batch(task.config.task_type, [task]) for task in reversed(tasks)]
+
+
+NO_STRATEGY = "not to be called"
+
+
+def made_rows(epoch: int, *, count: int) -> Iterator[dict[str, object]]:
+    """A data set: rows that say which epoch they are of."""
+    for number in range(count):
+        yield {"prompt": f"{epoch}.{number}", "level": number}
 
 
 class Echo(BaseAgent):
@@ -35,6 +50,19 @@ class Recording(Echo):
 
     async def run(self, episode: Episode) -> AgentResult:
         episode.observe([1, 2, 3], episode.sample.task.prompt)
+        return await super().run(episode)
+
+
+class Gated(Echo):
+    """Waits until there is a file `gate`."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self._gate = Path(gate)
+
+    async def run(self, episode: Episode) -> AgentResult:
+        while not self._gate.exists():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.01)
         return await super().run(episode)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from py_scheduler.rollout.filters import FilterReport
+    from py_scheduler.domain.steps import FilterReport
     from py_scheduler.rollout.iteration_summary import IterationSummary, Kind
 
 

@@ -45,8 +45,8 @@ def infra(task_id: str, subtask_no: int = 0, attempt_no: int = 1, outcome: Outco
     return EndAttempt(AttemptRef(task_id, subtask_no, attempt_no), AttemptState.FAILED, (sample,), "gone", 3.0)
 
 
-def score(task_id: str, *scores: float, error: str = "") -> ScoreGroup:
-    return ScoreGroup(task_id, tuple(Reward(score=value) for value in scores), error, 5.0)
+def score(task_id: str, *scores: float, error: str = "", threshold: float = 1.0) -> ScoreGroup:
+    return ScoreGroup(task_id, tuple(Reward(score=value) for value in scores), error, threshold, 5.0)
 
 
 def stop(*task_ids: str, cause: StopCause = StopCause.REQUEST) -> StopTasks:

@@ -67,8 +67,9 @@ def group_with(
     dataset: str = "gcd",
     metadata: dict[str, Any] | None = None,
     rewards: Sequence[float] = (),
+    group_outcomes: Sequence[Outcome] = (),
 ) -> Group:
-    """A group of these samples, numbered in this order."""
+    """A group of these samples, numbered in this order. group_outcomes: left out, the rewards change none."""
     made = [
         done_sample(given, sample_no=number, task_id=task_id) if isinstance(given, Outcome) else given
         for number, given in enumerate(samples)
@@ -89,5 +90,6 @@ def group_with(
         reason="",
         unix_seconds=2_000.0,
         rewards=tuple(Reward(score=score) for score in rewards),
+        group_outcomes=tuple(group_outcomes) or tuple(sample.outcome for sample in made if rewards),
     )
     return group_of(task, made, done)

@@ -12,6 +12,7 @@ from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.limits import MAX_DEADLINE_SECONDS, MAX_REPEAT_TIMES, MAX_RETRIES
 from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, Reward, SampleDone, TaskState, Timings
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
+from py_scheduler.domain.training_samples import SampleStatus, TrainingSample
 from py_scheduler.domain.trajectory import Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -188,5 +189,20 @@ dones = st.builds(
     reason=texts,
     unix_seconds=seconds,
     rewards=st.lists(rewards, max_size=3).map(tuple),
+    group_outcomes=st.lists(st.sampled_from(Outcome), max_size=3).map(tuple),
 )
 events_that_travel_whole = started() | ended | aborts | dones
+
+
+training_samples = st.builds(
+    TrainingSample,
+    task_id=texts,
+    sample_no=st.integers(0, 2**31 - 1),
+    dataset=texts,
+    prompt=texts,
+    reward=json_objects.map(lambda more: {**more, "score": 0.5}),
+    status=st.sampled_from(SampleStatus),
+    remove_sample=st.booleans(),
+    metadata=json_objects,
+    trajectory=trajectories(),
+)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,8 +17,9 @@ from py_scheduler.app import building
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import Config, parse_config
 from py_scheduler.domain.events import AttemptStarted
-from py_scheduler.domain.task import Task, TaskConfig
-from py_scheduler.errors import EngineUnavailableError
+from py_scheduler.domain.requests import EventFilter, SubmitRequest
+from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
+from py_scheduler.errors import ConfigError, EngineUnavailableError
 from tests.support.app_handlers import Stubborn
 
 if TYPE_CHECKING:
@@ -32,6 +35,25 @@ stop_grace_seconds = 0.1
 evaluator_id = "stubborn"
 handler = "tests.support.app_handlers:Stubborn"
 resource = { concurrency = 8 }
+"""
+
+
+LAST_FIRST = """
+[scheduler]
+batching_strategy = "tests.support.app_handlers:last_first"
+max_running_samples = 1
+[[evaluator]]
+evaluator_id = "echo"
+handler = "tests.support.app_handlers:Echo"
+resource = { concurrency = 1 }
+"""
+MADE = """
+[[dataset]]
+name = "made"
+kind = "python"
+factory = "tests.support.app_handlers:made_rows"
+options = { count = 2 }
+task_type = "echo"
 """
 
 
@@ -139,6 +161,69 @@ async def test_the_journal_is_closed_although_a_handler_will_not_end(monkeypatch
     assert len(closed) == 1
     Stubborn.let_go()
     await asyncio.sleep(0)
+
+
+async def test_a_batching_strategy_of_the_file_is_that_of_submits_and_of_steps(tmp_path: Path) -> None:
+    parts = app.build(parse_config(LAST_FIRST), tmp_path)
+    tasks = [Task(config=TaskConfig(task_type="echo"), prompt=str(number)) for number in range(3)]
+    assert [batch.tasks[0].prompt for batch in parts.steps.batch(tasks)] == ["2", "1", "0"]
+    async with app.running(parts):
+        request = SubmitRequest(request_id="r", key=SubmissionKey(1), tasks=tuple(tasks))
+        reply = await parts.scheduler.submit(request)
+        begun: list[str] = []
+        async for frame in parts.scheduler.watch(EventFilter(submission_id=reply.submission_id), reply.before_sequence):
+            begun += [record.event.task_id for record in frame.records if isinstance(record.event, AttemptStarted)]
+            if len(begun) == len(tasks):
+                break
+    assert begun == [*reversed(reply.task_ids)]
+
+
+@pytest.mark.parametrize(
+    ("tables", "field"),
+    [
+        ('[rollout]\nartifact_dir = "rows.jsonl"', "rollout.artifact_dir"),
+        ('[rollout]\nartifact_dir = "a\\u0000b"', "rollout.artifact_dir"),
+        ("[scheduler]\nretained_events = 50", "scheduler.retained_events"),
+        ("[scheduler]\nretained_bytes = 8_000_000", "scheduler.retained_bytes"),
+    ],
+)
+def test_what_steps_cannot_work_with_is_refused_at_the_start(tables: str, field: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p"}\n')
+    dataset = '[[dataset]]\nname = "d"\npath = "rows.jsonl"\ntask_type = "echo"\n'
+    echo = LAST_FIRST[LAST_FIRST.index("[[evaluator]]") :]
+    with pytest.raises(ConfigError) as caught:
+        app.build(parse_config(f"{tables}\n{echo}\n{dataset}"), tmp_path)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+@pytest.mark.parametrize(("file_format", "package"), [("pt", "torch"), ("parquet", "pyarrow")])
+def test_what_saves_the_samples_is_missed_at_the_start(
+    file_format: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    tables = f"[rollout]\nfile_format = '{file_format}'\n" + MADE
+    with pytest.raises(ConfigError) as caught:
+        app.build(parse_config(LAST_FIRST + tables), tmp_path)
+    (fault,) = caught.value.violations
+    assert fault.field == "rollout.file_format"
+    assert re.search(f"{package}.*: install", fault.description)
+
+
+async def test_a_budget_that_outgrows_the_cluster_is_told_with_both_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = "[cluster.layout]\na = { gpus = [0], cpu = 8, memory_gb = 8 }\n"
+    told: list[str] = []
+    for concurrency, warned in ((8, False), (9, True)):
+        caplog.clear()
+        text = LAST_FIRST.replace("concurrency = 1", f"concurrency = {concurrency}, cpu = 100")
+        app.build(parse_config(layout + text + "run_resource = { cpu = 1.0 }\n"), tmp_path)
+        told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert bool(told) == warned
+    assert "lets 9 samples of a batch run at once, the empty cluster holds 8" in told[0]
 
 
 def test_the_watchdog_leaves_room_for_drain_grace_and_the_rest() -> None:

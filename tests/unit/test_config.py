@@ -30,6 +30,12 @@ handler = "agents.math:MathAgent"
 resource = { concurrency = 8 }
 """
 
+PYTHON = """
+[[dataset]]
+name = "made"
+task_type = "math"
+kind = "python"
+"""
 DATASET = """
 [[dataset]]
 name = "gsm8k"
@@ -144,6 +150,9 @@ def test_only_an_evaluator_is_needed() -> None:
         (EVALUATOR + "[scheduler]\nmax_bypas = 1", "scheduler.max_bypas", "did you mean max_bypass"),
         (EVALUATOR + "[scheduler]\nmax_bypass = -1", "scheduler.max_bypass", "not negative"),
         (EVALUATOR + "[scheduler]\nmax_running_samples = 0", "scheduler.max_running_samples", "at least 1"),
+        (EVALUATOR + "[scheduler]\nbatching_strategy = 'fifo'", "scheduler.batching_strategy", "module:function"),
+        (EVALUATOR + "[scheduler]\neval_weight = -1", "scheduler.eval_weight", "not negative"),
+        (EVALUATOR + "[scheduler]\neval_weight = 'strict'", "scheduler.eval_weight", "one of a number, by_batch_id"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = -1", "scheduler.stop_grace_seconds", "not negative"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = 601", "scheduler.stop_grace_seconds", "at most 600"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = inf", "scheduler.stop_grace_seconds", "finite"),
@@ -197,6 +206,11 @@ def test_only_an_evaluator_is_needed() -> None:
         (EVALUATOR + DATASET + "on_end = 'wrap'", "dataset[0].on_end", "one of restart, stop"),
         (EVALUATOR + DATASET + "sampling = { top_p = 2 }", "dataset[0].sampling.top_p", "at most 1"),
         (EVALUATOR + DATASET + "stopping = { turns = 2 }", "dataset[0].stopping.turns", "did you mean max_turns"),
+        (EVALUATOR + PYTHON, "dataset[0].factory", 'a python data set has one, "module:function"'),
+        (EVALUATOR + PYTHON + "factory = 'rows'", "dataset[0].factory", "is 'rows', must be \"module:function\""),
+        (EVALUATOR + PYTHON + "factory = 'a:b'\nseed = 1", "dataset[0].seed", "the factory's matter"),
+        (EVALUATOR + PYTHON + "factory = 'a:b'\npath = 'x'", "dataset[0].path", "has none, it is made"),
+        (EVALUATOR + DATASET + "factory = 'a:b'", "dataset[0].factory", 'none, only kind "python" has'),
         (EVALUATOR + DATASET * 2, "dataset[1].name", "taken by another dataset"),
         (EVALUATOR + DATASET.replace("dataset", "eval_dataset") * 2, "eval_dataset[1].name", "taken by another"),
     ],
@@ -301,3 +315,27 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load_config(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize("table", ["dataset", "eval_dataset"])
+def test_a_data_set_for_an_evaluator_that_is_not_there_is_refused(table: str) -> None:
+    text = DATASET.replace("[[dataset]]", f"[[{table}]]")
+    for wrong, hint in (("maht", "did you mean 'math'?"), ("chess", "there are math")):
+        with pytest.raises(ConfigError) as caught:
+            parse_config(EVALUATOR + text.replace('task_type = "math"', f'task_type = "{wrong}"'))
+        (fault,) = caught.value.violations
+        assert (fault.field, fault.description) == (
+            f"{table}[0].task_type",
+            f"no evaluator is called {wrong!r}: {hint}",
+        )
+
+
+@pytest.mark.parametrize("name", ["run_resource", "eval_resource"])
+def test_gpus_between_the_whole_numbers_are_refused_where_they_stand(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(EVALUATOR + f"{name} = {{ gpu = 1.5 }}\n")
+    (fault,) = caught.value.violations
+    assert fault.field == f"evaluator[0].{name}.gpu"
+    assert "is 1.5, must be below 1 (a share of one GPU) or a whole number" in fault.description
+    # A budget may be any number.
+    parse_config(EVALUATOR.replace("concurrency = 8", "concurrency = 8, gpu = 1.5"))

@@ -95,6 +95,7 @@ def test_a_context_says_both() -> None:
         ({"decay_iterations": 0}, "decay_iterations"),
         ({"step_iterations": 0}, "step_iterations"),
         ({"t_max_end": -1}, "t_max_end"),
+        ({"t_max_end": 10**20}, "t_max_end"),
         ({"t_max_iterations": 0}, "t_max_iterations"),
     ],
 )

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import Outcome, Reward, Timings
+from py_scheduler.domain.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError
-from py_scheduler.rollout.details import SLOWEST, DetailsWriter, IterationSummary, read_summary, summary_paths
-from py_scheduler.rollout.filters import FilterReport
+from py_scheduler.rollout.details import SLOWEST, DetailsWriter
+from py_scheduler.rollout.iteration_summary import IterationSummary, read_summary, summary_paths
 from tests.support.samples import SOLVED, WRONG, done_sample, group_with, trajectory_of
 
 if TYPE_CHECKING:
@@ -108,9 +109,14 @@ def test_a_summary_tells_of_each_data_set_and_of_all(tmp_path: Path) -> None:
 
 def test_the_groups_own_rewards_are_what_is_told(tmp_path: Path) -> None:
     writer = DetailsWriter(tmp_path, "eval", 0, samples=True)
-    writer.add(group_with(SOLVED, WRONG, rewards=[0.1, 0.3]))
-    assert writer.close(0.0).total.reward.mean == pytest.approx(0.2)
-    assert [line["score"] for line in lines_of(writer.paths[0])] == [0.1, 0.3]
+    writer.add(group_with(WRONG, SOLVED, WRONG, rewards=[1.0, 0.0, 1.0], group_outcomes=[SOLVED, WRONG, SOLVED]))
+    summary = writer.close(0.0)
+    assert summary.total.reward.mean == summary.total.accuracy == pytest.approx(2 / 3)
+    assert summary.total.outcomes == {"solved": 2, "wrong_answer": 1}
+    assert summary.metrics["eval/gcd/pass@3"] == 1.0
+    assert {sample.outcome for sample in summary.slowest} == {"solved", "wrong_answer"}
+    told = [(line["score"], line["outcome"]) for line in lines_of(writer.paths[0])]
+    assert told == [(1.0, "solved"), (0.0, "wrong_answer"), (1.0, "solved")]
 
 
 def test_a_sample_that_never_ran_held_no_node(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ def test_an_eval_gets_the_beta_that_is_meant_for_it() -> None:
     assert environ == before
 
 
+def test_the_settings_beta_of_evals_stands_where_no_variable_does() -> None:
+    environ = {"STACX_DAGGER_BETA": "0.5"}
+    with EnvironmentExporter(environ).evaluation(7, eval_beta=0.25) as context:
+        assert (environ["STACX_DAGGER_BETA"], context.beta) == ("0.25", 0.25)
+    assert eval_context(7, {"STACX_DAGGER_EVAL_BETA": "0"}, 0.25).beta == 0.0
+
+
 def test_an_eval_of_a_loop_without_schedule_leaves_nothing_behind() -> None:
     environ: dict[str, str] = {}
     with EnvironmentExporter(environ).evaluation(0):

@@ -96,7 +96,9 @@ def test_what_is_commented_out_shows_the_defaults() -> None:
     live = load_config(ROOT / "examples/scheduler.toml")
     whole = parse_config(whole_example())
     assert whole.server == live.server
-    left_out = {name: getattr(whole.scheduler, name) for name in ("workdir_root", "max_wait_seconds")}
+    left_out = {
+        name: getattr(whole.scheduler, name) for name in ("batching_strategy", "workdir_root", "max_wait_seconds")
+    }
     assert whole.scheduler == msgspec.structs.replace(live.scheduler, **left_out)
     assert whole.rollout == msgspec.structs.replace(live.rollout, dagger=DAggerSchedule())
     assert whole.dataset[0] == live.dataset[0]

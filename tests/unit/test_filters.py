@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from py_scheduler.domain.generation import FinishReason
 from py_scheduler.domain.results import Outcome
+from py_scheduler.domain.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.rollout import filters
 from py_scheduler.rollout.filters import (
-    FilterReport,
     FilterSettings,
     GroupFilter,
     NextMove,
     Rejection,
-    apply_filters,
     ended_short,
     next_move,
     shortfall,
 )
+from tests.support.filtering import apply_filters
 from tests.support.samples import SOLVED, WRONG, done_sample, group_with, trajectory_of
 
 THRESHOLD = FilterSettings(rejection=Rejection.THRESHOLD, min_score=0.5)
@@ -67,6 +67,12 @@ def test_the_groups_own_scores_decide() -> None:
     (left,) = apply_filters([group_with(SOLVED, SOLVED, rewards=[0.1, 0.9])], THRESHOLD).groups
     assert [sample.sample_no for sample in left.samples] == [1]
     assert left.scores == (0.9,)
+
+
+def test_the_groups_own_outcomes_decide() -> None:
+    group = group_with(Outcome.MAX_TURNS, WRONG, rewards=[1.0, 0.0], group_outcomes=[SOLVED, Outcome.MAX_TURNS])
+    (left,) = apply_filters([group], FilterSettings(finish_only=True)).groups
+    assert [sample.sample_no for sample in left.samples] == [0]
 
 
 def test_groups_without_spread_teach_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -216,6 +218,106 @@ def test_entries_that_left_from_the_middle_are_not_kept() -> None:
     assert len(line.queue._by_age) <= 2 * len(line.queue) + 70
     assert len(line.take()) == 2_000
     assert len(line.queue) == 0
+
+
+# Batches of unlike sizes, in room that comes back token by token
+
+
+class Cluster:
+    """So many tokens of one kind, each held for a time drawn by a seed. `used` is tokens x time of each flow."""
+
+    def __init__(self, line: Line, tokens: int, seed: int = 0) -> None:
+        self.line = line
+        self.tokens = self.free = tokens
+        self.drawn = random.Random(seed)
+        self.held: list[float] = []
+        self.used = {"t": 0.0, "e": 0.0}
+
+    def admit(self) -> None:
+        queue = self.line.queue
+        while (entry := queue.offer(self.line.now)) is not None:
+            tokens = entry.shape[1]
+            if tokens > self.free:
+                queue.refuse(entry)
+                continue
+            queue.admit(entry)
+            self.free -= tokens
+            for _ in range(tokens):
+                seconds = self.drawn.uniform(0.5, 1.5)
+                self.used[name_of(entry)] += seconds
+                heapq.heappush(self.held, self.line.now + seconds)
+
+    def run(self, seconds: float) -> None:
+        until = self.line.now + seconds
+        self.admit()
+        while self.held and self.held[0] <= until:
+            self.line.now = heapq.heappop(self.held)
+            self.free += 1
+            self.line.queue.unblock()
+            self.admit()
+        self.line.now = until
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.sampled_from([0.1, 0.25, 1.0, 3.0]),
+    st.integers(8, 12),
+    st.integers(0, 1_000),
+)
+def test_tokens_and_time_are_shared_by_weight_whatever_the_sizes_of_batches(
+    training: int, evals: int, weight: float, tokens: int, seed: int
+) -> None:
+    line = Line(weight, max_bypass=64)
+    line.push("t", 4_000 // training, count=training)
+    line.push("e", 4_000 // evals, count=evals)
+    cluster = Cluster(line, tokens, seed)
+    cluster.run(150)
+    assert len(line.queue.flows.waiting) == 2, "both had work all the time"
+    share = cluster.used["e"] / sum(cluster.used.values())
+    assert share == pytest.approx(weight / (1 + weight), abs=0.04)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 1_000))
+def test_at_weight_0_small_evals_get_only_what_training_leaves(training: int, seed: int) -> None:
+    line = Line(0.0, max_bypass=64)
+    line.push("t", 100, count=training)
+    line.push("e", 1_000)
+    cluster = Cluster(line, 4, seed)
+    while ("a", False) in line.queue.flows.waiting:
+        assert not cluster.used["e"]
+        cluster.run(0.1)
+    cluster.run(10)
+    assert cluster.used["e"] > 30, "and then all of it"
+
+
+def test_room_that_the_head_has_no_use_for_is_not_kept_for_it() -> None:
+    line = Line(0.0)
+    line.queue = ReadyQueue(64, FlowPolicy(0.0), None, lambda entry, head: entry.shape[0] == head.shape[0])
+    line.push("t", 2, count=4, spec="large")
+    line.push("e same ", 2, spec="large")
+    line.push("e other ", 2)
+    head = line.queue.offer()
+    assert head is not None
+    line.queue.refuse(head)
+    assert line.take() == "e other e other "
+    assert head.bypassed == 2
+    line.queue.unblock()
+    assert line.take() == "tte same e same "
+
+
+def test_a_head_that_waits_for_stranded_room_keeps_nothing() -> None:
+    line = Line(0.0)
+    line.push("t", count=4, spec="large")
+    line.push("e", 3)
+    head = line.queue.offer()
+    assert head is not None
+    line.queue.refuse(head)
+    assert line.take() == ""
+    line.queue.holds_back = False
+    assert line.take() == "eee"
 
 
 # Why does it wait?

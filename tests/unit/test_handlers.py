@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from py_scheduler.errors import ConfigError
-from py_scheduler.handlers import make_handler
-from tests.support.app_handlers import Echo
+from py_scheduler.handlers import load_factory, load_strategy, make_handler
+from tests.support.app_handlers import Echo, last_first, made_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,8 @@ def test_a_module_that_is_not_there(name: str, missing: str) -> None:
 
 def test_a_class_that_is_not_there() -> None:
     assert fault_of(f"{SUPPORT}:Ecco") == f"module {SUPPORT} has no class Ecco; did you mean Echo?"
-    assert "has no class Zebra; it has " in fault_of(f"{SUPPORT}:Zebra")
+    assert "has no class Zebra; it has Echo, " in fault_of(f"{SUPPORT}:Zebra"), "handlers alone"
+    assert "Reward" not in fault_of(f"{SUPPORT}:Zebra")
     assert "has no class Echo.Inner" in fault_of(f"{SUPPORT}:Echo.Inner")
 
 
@@ -136,3 +137,31 @@ def test_a_group_scorer_without_async(tmp_path: Path, monkeypatch: pytest.Monkey
     assert fault_of("rank_agents:Ranks") == (
         "rank_agents:Ranks defines eval_group without async: it must have `async def eval_group(self, task, samples)`"
     )
+
+
+def test_a_batching_strategy_and_what_is_none() -> None:
+    assert load_strategy(f"{SUPPORT}:last_first", "scheduler.batching_strategy") is last_first
+    for name, words in (
+        (f"{SUPPORT}:last_frst", "has no function last_frst; did you mean last_first?"),
+        (f"{SUPPORT}:NO_STRATEGY", r"cannot be called: it must be `def NO_STRATEGY\(tasks, specs\)`"),
+        ("nowhere:f", "there is no module nowhere"),
+    ):
+        with pytest.raises(ConfigError, match=rf"scheduler.batching_strategy: .*{words}"):
+            load_strategy(name, "scheduler.batching_strategy")
+
+
+def test_a_factory_of_a_data_set_and_what_is_none() -> None:
+    assert load_factory(f"{SUPPORT}:made_rows", {"count": 3}, "dataset[0]") is made_rows
+    for name, options, words in (
+        (f"{SUPPORT}:made_row", {}, r"dataset\[0\].factory: .* has no function made_row; did you mean made_rows\?"),
+        (f"{SUPPORT}:NO_STRATEGY", {}, r"dataset\[0\].factory: .*`def NO_STRATEGY\(epoch, \*\*options\)`"),
+        ("nowhere:f", {}, r"dataset\[0\].factory: there is no module nowhere"),
+        (
+            f"{SUPPORT}:made_rows",
+            {"count": 3, "size": 3},
+            r"dataset\[0\].options: .*made_rows\(epoch, count=..., size=...\): .*'size'",
+        ),
+        (f"{SUPPORT}:made_rows", {}, r"dataset\[0\].options: .*made_rows\(epoch\): .*'count'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_factory(name, options, "dataset[0]")

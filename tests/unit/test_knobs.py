@@ -159,6 +159,18 @@ def test_the_command_shows_them_all(capsys: pytest.CaptureFixture[str], tmp_path
     assert "has no lines <!-- knobs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("missing/README.md", "No such file"), (".", "Is a directory"), ("latin.md", "it is not UTF-8")],
+)
+def test_a_document_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, told: str
+) -> None:
+    (tmp_path / "latin.md").write_bytes(b"\xff")
+    assert main(["knobs", "--write", str(tmp_path / name)]) == 2
+    assert f"cannot read {tmp_path / name}: {told}" in capsys.readouterr().err
+
+
 # What beats what
 
 
@@ -235,6 +247,7 @@ async def test_the_rollout_of_a_server_hears_of_them(tmp_path: Path) -> None:
     assert settings.save_eval_details
     assert settings.n_samples_per_eval_prompt == 3
     assert (settings.reuse.reuse_dir, settings.reuse.save_per_iteration) == ("/saved", False)
+    assert settings.reuse.mode == "never", "a server reuses nothing by itself"
 
 
 def test_the_flags_of_a_command_are_read_back() -> None:
@@ -275,7 +288,12 @@ def test_a_typed_path_counts_from_where_it_was_typed(tmp_path: Path, monkeypatch
     ("flags", "environment", "fault"),
     [
         ({}, {"PY_SCHEDULER_ENV_NUM_CPUS": "many"}, "PY_SCHEDULER_ENV_NUM_CPUS: is 'many', must be a number"),
-        ({"--evaluator-batch-size": "1.5"}, {}, "--evaluator-batch-size: is '1.5', must be a whole number"),
+        ({"--evaluator-batch-size": "1.5"}, {}, "--evaluator-batch-size: is '1.5', must be a whole number below 2^31"),
+        (
+            {},
+            {"STACX_DAGGER_ENV_CONCURRENCY": "99999999999999999999"},
+            "STACX_DAGGER_ENV_CONCURRENCY: is '99999999999999999999', must be a whole number below 2^31",
+        ),
         ({"--log-level": "loud"}, {}, "--log-level: is 'loud', must be one of debug, info, warning, error"),
         (
             {},
@@ -283,6 +301,7 @@ def test_a_typed_path_counts_from_where_it_was_typed(tmp_path: Path, monkeypatch
             "PY_SCHEDULER_SAVE_EVAL_DETAILS: is 'maybe', must be 1 or 0",
         ),
         ({"--n-samples-per-eval-prompt": "0"}, {}, "rollout.n_samples_per_eval_prompt: must be `int` >= 1"),
+        ({}, {"STACX_DAGGER_EVAL_BETA": "1.5"}, "rollout.eval_beta: must be `float` <= 1.0"),
     ],
 )
 def test_a_fault_names_the_knob_as_it_was_turned(

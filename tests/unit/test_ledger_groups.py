@@ -53,6 +53,24 @@ def test_a_group_of_which_some_failed_is_scored_whole() -> None:
     assert (done.state, len(done.rewards), done.reason) == (TaskState.PARTIAL, 2, "because")
 
 
+def test_the_groups_score_says_which_samples_are_solved() -> None:
+    driver = played(AttemptState.SUCCEEDED, AttemptState.SUCCEEDED, AttemptState.FAILED, AttemptState.TIMED_OUT)
+    driver.tell(score("s-0", 0.4, 0.5, 1.0, 1.0, threshold=0.5))
+    (done,) = driver.done()
+    assert done.group_outcomes == (Outcome.WRONG_ANSWER, Outcome.SOLVED, Outcome.INFRA_OTHER, Outcome.AGENT_TIMEOUT)
+    assert done.outcomes == dict.fromkeys(done.group_outcomes, 1), "a score does not mend what broke"
+
+
+@pytest.mark.parametrize(("given", "outcome"), [(0.0, Outcome.MAX_TURNS), (1.0, Outcome.SOLVED)])
+def test_what_the_agent_stopped_for_counts_where_the_group_is_not_solved(given: float, outcome: Outcome) -> None:
+    driver = Driver(accept(grouped(1)), start("s-0"))
+    played_end = end("s-0", AttemptState.SUCCEEDED)
+    sample = msgspec.structs.replace(played_end.samples[0], termination_reason="max_turns")
+    driver.tell(msgspec.structs.replace(played_end, samples=(sample,)))
+    driver.tell(score("s-0", given))
+    assert driver.done()[0].group_outcomes == (outcome,)
+
+
 def test_a_group_that_cannot_be_scored_is_a_failed_task_with_its_reason() -> None:
     driver = played(AttemptState.SUCCEEDED)
     driver.tell(score("s-0", error="eval_group: ValueError"))

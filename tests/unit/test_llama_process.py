@@ -50,3 +50,10 @@ async def test_a_child_that_dies_is_quoted(tmp_path: Path, monkeypatch: pytest.M
     process = child(tmp_path, monkeypatch, "sys.exit('no such model: ' + 'x' * 70_000 + '!')")
     with pytest.raises(EngineUnavailableError, match=r"ended with code 1: x+!$"):
         await process.start(30.0)
+
+
+async def test_without_its_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = child(tmp_path, monkeypatch, "import xllamacpp_that_nobody_has\n")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineUnavailableError, match=r"needs xllamacpp: install py-scheduler\[embedded\]$"):
+        await process.start(30.0)

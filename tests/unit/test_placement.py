@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from fractions import Fraction
 from threading import Thread
 from typing import Any, ClassVar
@@ -321,6 +323,42 @@ def test_the_deadlock_guard() -> None:
         check(pool, 1_000)
     with pytest.raises(UnplaceableError, match="'swe': the budget holds no sample"):
         check(None, 1, Resource(cpu=1))
+
+
+WAITING_ERROR = """
+import threading
+import py_scheduler.errors as errors
+from py_scheduler.placement import NodeResource, PlacementPool, Resource
+
+pool = PlacementPool([NodeResource(node_ip="a", gpus=[0], cpu=1, memory_gb=1)])
+lease = pool.try_acquire_batch(Resource(gpu=1), Resource(gpu=1), 1)
+(token,) = lease.tokens
+lease.release()
+made, made_class = 0, errors.LeaseError
+
+
+def make(message):
+    global made
+    other = threading.Thread(target=lambda: (lease.held, token.is_held))
+    other.start()
+    other.join()
+    made += 1
+    return made_class(message)
+
+
+errors.LeaseError = make
+for release in (lease.release, token.release):
+    try:
+        release()
+    except made_class:
+        pass
+assert made == 2
+"""
+
+
+def test_no_lock_is_held_while_an_error_is_made() -> None:
+    """In a process of its own: a thread that waits for a lock with the interpreter's own stops all others for ever."""
+    subprocess.run([sys.executable, "-c", WAITING_ERROR], check=True, timeout=60)
 
 
 @pytest.mark.timeout(30)

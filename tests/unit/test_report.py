@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import os
 import struct
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -14,8 +16,9 @@ from py_scheduler.commands.report import as_markdown, as_table, sheets
 from py_scheduler.commands.report_data import read_report
 from py_scheduler.commands.report_plots import OUTCOME_COLOURS, TIME_COLOURS, draw_report
 from py_scheduler.domain.results import Outcome
+from py_scheduler.domain.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError, NotFoundError
-from py_scheduler.rollout.filters import FilterReport
+from py_scheduler.rollout.iteration_summary import read_summary
 from tests.support.iterations import group, random_groups, write_iteration
 
 if TYPE_CHECKING:
@@ -144,6 +147,56 @@ def test_damaged_and_foreign_files_are_named_and_left_out(root: Path, capsys: py
     shown = capsys.readouterr()
     assert [line.startswith("py-scheduler: left out: ") for line in shown.err.splitlines()] == [True] * 6
     assert "Training" in shown.out
+
+
+def test_what_is_no_file_or_nested_too_deep_neither_hangs_nor_ends_the_report(root: Path) -> None:
+    details = root / "eval_details"
+    os.mkfifo(details / "train_1.summary.json")
+    (details / "train_2.summary.json").symlink_to("/dev/zero")
+    (details / "train_3.summary.json").write_text('{"x": ' + "[" * 5_000 + "]" * 5_000 + "}")
+    os.mkfifo(details / "7.jsonl")
+    report = read_report(root)
+    assert [one.rollout_id for one in report.training] == [0, 10]
+    told = [
+        "train_1.summary.json is no summary",
+        "train_2.summary.json is no summary",
+        "train_3.summary.json is no summary",
+        "no regular file",
+    ]
+    assert len(report.troubles) == 4
+    assert all(words in trouble for words, trouble in zip(told, report.troubles, strict=True))
+
+
+def test_names_that_would_drive_a_terminal_are_shown_and_not_sent(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    details = root / "eval_details"
+    summary = read_summary(details / "train_0.summary.json")
+    evil = "\x1b[2J\x1b]0;evil\x07\u202e"
+    summary = msgspec.structs.replace(summary, warnings=(evil,), datasets={evil: summary.total, "b": summary.total})
+    (details / "train_0.summary.json").write_bytes(msgspec.json.encode(summary))
+    (details / f"{evil}.summary.json").write_text("{}")
+    for how in ([], ["--markdown"]):
+        assert main(["report", str(root), "--no-plots", *how]) == 0
+        shown = capsys.readouterr()
+        assert not set("\x1b\x07\u202e") & set(shown.out + shown.err)
+        assert "\\x1b]0;evil" in shown.out
+        assert "\\x1b]0;evil" in shown.err
+
+
+def test_plots_are_not_drawn_over_a_link(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (root / "report").symlink_to(elsewhere)
+    assert main(["report", str(root)]) == 1
+    assert "report is a symbolic link: name the folder that it leads to by --out" in capsys.readouterr().err
+    kept = elsewhere / "kept"
+    kept.write_text("mine")
+    (root / "plots").mkdir()
+    (root / "plots" / "outcomes.png").symlink_to(kept)
+    assert main(["report", str(root), "--out", str(root / "plots")]) == 0
+    assert kept.read_text() == "mine"
+    assert list(elsewhere.iterdir()) == [kept]
 
 
 def test_what_a_newer_version_added_is_shown_or_passed_over(root: Path) -> None:

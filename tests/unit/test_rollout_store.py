@@ -21,9 +21,9 @@ from py_scheduler.domain.generation import WeightSpan
 from py_scheduler.domain.results import Outcome
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from py_scheduler.rollout.store import RolloutStore, read_samples, replay_path
-from py_scheduler.rollout.training import SampleStatus, TrainingSample, pad_groups, training_group
+from py_scheduler.rollout.training import TrainingSample, pad_groups, training_group
+from tests.support import strategies
 from tests.support.samples import SOLVED, WRONG, done_sample, group_with, trajectory_of
-from tests.support.strategies import json_objects, texts, trajectories
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,17 +86,8 @@ def storable(trajectory: Trajectory) -> Trajectory:
     return msgspec.structs.replace(trajectory, turns=tuple(turns), weight_spans=tuple(spans))
 
 
-training_samples = st.builds(
-    TrainingSample,
-    task_id=texts,
-    sample_no=st.integers(0, 2**31 - 1),
-    dataset=texts,
-    prompt=texts,
-    reward=json_objects.map(lambda more: {**more, "score": 0.5}),
-    status=st.sampled_from(SampleStatus),
-    remove_sample=st.booleans(),
-    metadata=json_objects,
-    trajectory=trajectories().map(storable),
+training_samples = strategies.training_samples.map(
+    lambda sample: msgspec.structs.replace(sample, trajectory=storable(sample.trajectory))
 )
 
 

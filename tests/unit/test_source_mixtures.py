@@ -246,6 +246,12 @@ def test_names_must_differ_and_weights_be_above_0() -> None:
         MultiDataSource([])
 
 
+@pytest.mark.parametrize("weight", [0.0, 1e308, 1e-308, float("inf"), float("nan")])
+def test_weights_whose_sums_would_be_lost_are_refused(weight: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be above 0: from 1e-06 to 1e"):
+        MultiDataSource([WeightedSource(source=source_of("a", "odd"), weight=weight)])
+
+
 def test_mixtures_may_be_mixed() -> None:
     inner = MultiDataSource([WeightedSource(source=source_of("ab", name)) for name in ("x", "y")], "inner")
     outer = MultiDataSource([WeightedSource(source=inner), WeightedSource(source=source_of("c", "z"))], "outer")

@@ -8,7 +8,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,34 +17,11 @@ from py_scheduler.domain.cascade import dataset_config
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.integrations.reasoning_gym import reasoning_gym_tasks
-from py_scheduler.rollout.sources import SourceSettings, open_source, open_sources, read_source_settings
+from py_scheduler.rollout.sources import SourceSettings, open_source, open_sources
+from tests.support.rows import numbered, of, prompts, write_lines, write_parquet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
-
-    from py_scheduler.domain.task import Task
-
-
-def write_lines(path: Path, rows: Iterable[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]], row_group_size: int = 4) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=row_group_size)
-
-
-def numbered(count: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"p{number}", "level": number} for number in range(count)]
-
-
-def of(kind: str = "jsonl", **changes: Any) -> SourceSettings:
-    values = {"name": "math", "kind": kind, "path": f"rows.{kind}", "task_type": "solve", **changes}
-    return read_source_settings(values)
-
-
-def prompts(tasks: Iterable[Task]) -> list[str]:
-    return [task.prompt for task in tasks]
 
 
 @pytest.fixture
@@ -172,7 +148,7 @@ def test_rows_that_have_changed_are_noticed(folder: Path) -> None:
     source = open_source(of(), folder)
     state = source.state()
     write_lines(folder / "rows.jsonl", numbered(11))
-    with pytest.raises(FailedPreconditionError, match=r"rows\.jsonl has .* bytes and had"):
+    with pytest.raises(FailedPreconditionError, match=r"rows\.jsonl has changed since it was opened"):
         source.take(1)
     with pytest.raises(FailedPreconditionError, match="has changed since its state was saved"):
         open_source(of(), folder).restore(state)
@@ -231,6 +207,34 @@ def test_parquet_values_become_what_json_can_say(tmp_path: Path) -> None:
     assert (task.metadata["raw"], task.metadata["list"]) == ("AAE=", [1, 2])
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_other_rows_of_the_same_size_are_noticed(folder: Path, kind: str) -> None:
+    source, path = open_source(of(kind), folder), folder / f"rows.{kind}"
+    state, size = source.state(), path.stat().st_size
+    path.write_bytes(path.read_bytes())
+    assert prompts(source.take(1)) == ["p0"], "written anew, and the same"
+    rows = [{"prompt": row["prompt"].replace("p", "q"), "level": row["level"]} for row in numbered(10)]
+    (write_lines if kind == "jsonl" else write_parquet)(path, rows)
+    assert path.stat().st_size == size
+    with pytest.raises(FailedPreconditionError, match=rf"rows\.{kind} has changed since it was opened"):
+        source.take(9)
+    with pytest.raises(FailedPreconditionError, match="has changed since its state was saved"):
+        open_source(of(kind), folder).restore(state)
+
+
+def test_after_a_line_was_mended_the_error_says_how_to_go_on(folder: Path) -> None:
+    source = open_source(of(), folder)
+    source.take(3)
+    state = source.state()
+    write_lines(folder / "rows.jsonl", [*numbered(9), {"prompt": "mended"}])
+    source = open_source(of(), folder)
+    with pytest.raises(FailedPreconditionError, match="write what is now over what was in the saved state") as caught:
+        source.restore(state)
+    assert repr(source.state()["rows"]) in str(caught.value)
+    source.restore(state | {"rows": source.state()["rows"]})
+    assert prompts(source.take(7)) == [*(f"p{number}" for number in range(3, 9)), "mended"]
+
+
 @pytest.mark.parametrize(("name", "content"), [("rows.jsonl", b""), ("rows.jsonl", b"\n \n")])
 def test_a_file_without_rows(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
@@ -245,22 +249,12 @@ def test_a_file_that_is_none(folder: Path) -> None:
         open_source(of("parquet", path="rows.jsonl"), folder)
 
 
-@pytest.mark.parametrize("path", ["../rows.jsonl", "/etc/passwd", "a/../../rows.jsonl"])
-def test_a_path_out_of_the_folder_is_refused(folder: Path, path: str) -> None:
-    (folder / "in").mkdir()
-    with pytest.raises(InvalidArgumentError, match=r"data set 'math', path: is .*must be relative"):
-        open_source(of(path=path), folder / "in")
-
-
-def test_a_link_may_stay_inside_but_not_lead_out(folder: Path) -> None:
+def test_a_path_may_lead_anywhere_since_only_the_servers_own_file_names_one(folder: Path) -> None:
     inside = folder / "in"
     inside.mkdir()
-    write_lines(inside / "real.jsonl", numbered(2))
-    (inside / "rows.jsonl").symlink_to(inside / "real.jsonl")
-    assert len(open_source(of(), inside).take(2)) == 2
-    (inside / "out.jsonl").symlink_to(folder / "rows.jsonl")
-    with pytest.raises(InvalidArgumentError, match="leads out of its folder"):
-        open_source(of(path="out.jsonl"), inside)
+    (inside / "link.jsonl").symlink_to(folder / "rows.jsonl")
+    for path in ("../rows.jsonl", str(folder / "rows.jsonl"), "link.jsonl"):
+        assert len(open_source(of(path=path), inside).take(2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -268,8 +262,10 @@ def test_a_link_may_stay_inside_but_not_lead_out(folder: Path) -> None:
     [
         ({"kind": "csv"}, "data set 'math', kind: is 'csv', must be one of jsonl, parquet, reasoning_gym"),
         ({"path": ""}, "data set 'math', path"),
+        ({"path": "a\0b"}, "data set 'math', path"),
         ({"weight": 0}, "data set 'math', weight"),
         ({"weight": float("nan")}, "data set 'math', weight"),
+        ({"weight": 1e308}, "data set 'math', weight"),
         ({"limit": 0}, "data set 'math', limit"),
         ({"repeat_times": 0}, "data set 'math', repeat_times"),
         ({"task_type": ""}, "data set 'math', task_type"),
@@ -282,22 +278,6 @@ def test_a_link_may_stay_inside_but_not_lead_out(folder: Path) -> None:
 def test_settings_that_cannot_be(folder: Path, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         open_source(of(**changes), folder)
-    assert told in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"colour": "red"}, "unknown field `colour`"),
-        ({"sampling": {"temprature": 1}}, "unknown field `temprature` - at `$.sampling`"),
-        ({"shuffle": "yes"}, "at `$.shuffle`"),
-        ({"on_end": "explode"}, "at `$.on_end`"),
-    ],
-)
-def test_an_unknown_key_is_named_with_its_data_set(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        of(**changes)
-    assert str(caught.value).startswith("data set 'math': ")
     assert told in str(caught.value)
 
 

@@ -33,8 +33,12 @@ def test_a_finished_sample_carries_its_arrays_and_its_reward() -> None:
     assert TASK.metadata == {"level": 3}
 
 
-def test_a_reward_from_outside_takes_the_place_of_the_samples_own() -> None:
-    assert training_sample(TASK, done_sample(), Reward(score=0.5)).reward == {"score": 0.5}
+def test_the_groups_score_takes_the_place_of_the_samples_own_and_changes_what_it_came_to() -> None:
+    group = group_with(SOLVED, WRONG, rewards=[0.5, 1.0], group_outcomes=[WRONG, SOLVED])
+    first, second = training_group(group)
+    assert (first.reward, second.score) == ({"score": 0.5}, 1.0)
+    assert [one.metadata["_termination_reason"] for one in (first, second)] == ["wrong_answer", "solved"]
+    assert [sample.outcome for sample in group.samples] == [SOLVED, WRONG], "the facts stay what they are"
 
 
 def test_the_source_of_every_token_is_known() -> None:

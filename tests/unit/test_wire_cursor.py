@@ -48,7 +48,7 @@ def test_field_boundaries_count() -> None:
 
 def test_another_store_is_told_whatever_the_filter() -> None:
     cursor = CursorCodec(bytes(16), EventFilter(submission_id="a")).encode(7)
-    with pytest.raises(CursorExpiredError) as caught:
+    with pytest.raises(CursorExpiredError, match="call execute_rollout") as caught:
         CursorCodec(EPOCH, EventFilter(), oldest_sequence=5).decode(cursor)
     assert caught.value.oldest_sequence == 5
 

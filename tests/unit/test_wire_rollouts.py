@@ -12,7 +12,7 @@ from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2 as 
 from py_scheduler.domain.events import EventRecord
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
 from py_scheduler.domain.results import Outcome
-from py_scheduler.domain.steps import DatasetOutcomes, FilterReport, StepKind, StepReport, StepRequest
+from py_scheduler.domain.steps import DatasetOutcomes, FilterReport, KeptGroup, StepKind, StepReport, StepRequest
 from py_scheduler.errors import CursorMismatchError, InvalidArgumentError
 from py_scheduler.wire.cursor import CursorCodec
 from py_scheduler.wire.events import decode_frame, encode_frames
@@ -45,6 +45,7 @@ DATASETS = st.builds(
     outcomes=st.dictionaries(st.sampled_from(Outcome), counts),
     mean_reward=st.none() | st.floats(allow_nan=False),
 )
+KEPT = st.builds(KeptGroup, task_id=names, sample_nos=st.lists(counts, max_size=3).map(tuple))
 
 
 @st.composite
@@ -54,7 +55,7 @@ def reports(draw: st.DrawFn) -> StepReport:
         rollout_id=draw(st.integers(0, 2**53 - 1)),
         request_id=draw(names),
         submission_id=draw(texts),
-        task_ids=tuple(draw(st.lists(names, max_size=3))),
+        kept=tuple(draw(st.lists(KEPT, max_size=3))),
         rounds=draw(counts),
         training_samples=draw(counts),
         filters=tuple(draw(st.lists(FILTERS, max_size=2))),
@@ -63,6 +64,7 @@ def reports(draw: st.DrawFn) -> StepReport:
         files=tuple(draw(st.lists(texts, max_size=3))),
         reused_from=draw(texts),
         warnings=tuple(draw(st.lists(texts, max_size=2))),
+        samples_of=draw(st.none() | st.integers(0, 2**53 - 1)),
     )
 
 

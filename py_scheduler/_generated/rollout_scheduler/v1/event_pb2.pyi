@@ -273,6 +273,7 @@ class TaskDone(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
+    GROUP_OUTCOMES_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     client_key: _builtins.str
     state: Global___TaskState.ValueType
@@ -287,6 +288,10 @@ class TaskDone(_message.Message):
         None: it scores no groups.
         """
 
+    @_builtins.property
+    def group_outcomes(self) -> _containers.RepeatedScalarFieldContainer[_task_pb2.Outcome.ValueType]:
+        """What these rewards make of the samples, in the same order; `outcomes` counts them. None: it scores no groups."""
+
     def __init__(
         self,
         *,
@@ -297,10 +302,11 @@ class TaskDone(_message.Message):
         outcomes: _abc.Iterable[Global___OutcomeCount] | None = ...,
         reason: _builtins.str = ...,
         rewards: _abc.Iterable[_task_pb2.Reward] | None = ...,
+        group_outcomes: _abc.Iterable[_task_pb2.Outcome.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_key", b"client_key", "outcomes", b"outcomes", "planned_samples", b"planned_samples", "reason", b"reason", "rewards", b"rewards", "state", b"state", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_key", b"client_key", "group_outcomes", b"group_outcomes", "outcomes", b"outcomes", "planned_samples", b"planned_samples", "reason", b"reason", "rewards", b"rewards", "state", b"state", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from py_scheduler._generated.rollout_scheduler.v1 import event_pb2 as rollout__scheduler_dot_v1_dot_event__pb2
+from py_scheduler._generated.rollout_scheduler.v1 import task_pb2 as rollout__scheduler_dot_v1_dot_task__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*rollout_scheduler/v1/rollout_service.proto\x12\x14rollout_scheduler.v1\x1a rollout_scheduler/v1/event.proto\"\xaf\x01\n\x15\x45xecuteRolloutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\x03\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x0c\x12\x13\n\x06groups\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x14\n\x07samples\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x1c\n\x14\x63\x61ncel_on_disconnect\x18\x06 \x01(\x08\x42\t\n\x07_groupsB\n\n\x08_samples\"\xb9\x01\n\x16\x45xecuteRolloutResponse\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\x12\x18\n\x10through_sequence\x18\x02 \x01(\x04\x12+\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1b.rollout_scheduler.v1.Event\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\x12\x30\n\x06report\x18\x05 \x01(\x0b\x32 .rollout_scheduler.v1.StepReport\"\x8c\x01\n\x12\x45xecuteEvalRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\x03\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x0c\x12\x14\n\x07samples\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x1c\n\x14\x63\x61ncel_on_disconnect\x18\x05 \x01(\x08\x42\n\n\x08_samples\"\xb6\x01\n\x13\x45xecuteEvalResponse\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\x12\x18\n\x10through_sequence\x18\x02 \x01(\x04\x12+\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1b.rollout_scheduler.v1.Event\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\x12\x30\n\x06report\x18\x05 \x01(\x0b\x32 .rollout_scheduler.v1.StepReport\"\x9b\x03\n\x0c\x46ilterReport\x12\x0e\n\x06\x66ilter\x18\x01 \x01(\t\x12\x13\n\x0bkept_groups\x18\x02 \x01(\r\x12\x14\n\x0ckept_samples\x18\x03 \x01(\r\x12\x16\n\x0e\x64ropped_groups\x18\x04 \x01(\r\x12\x17\n\x0f\x64ropped_samples\x18\x05 \x01(\r\x12M\n\x0esample_reasons\x18\x06 \x03(\x0b\x32\x35.rollout_scheduler.v1.FilterReport.SampleReasonsEntry\x12K\n\rgroup_reasons\x18\x07 \x03(\x0b\x32\x34.rollout_scheduler.v1.FilterReport.GroupReasonsEntry\x12\x18\n\x10\x64ropped_task_ids\x18\x08 \x03(\t\x1a\x34\n\x12SampleReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x33\n\x11GroupReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x82\x01\n\x0f\x44\x61tasetOutcomes\x12\x0f\n\x07\x64\x61taset\x18\x01 \x01(\t\x12\x34\n\x08outcomes\x18\x02 \x03(\x0b\x32\".rollout_scheduler.v1.OutcomeCount\x12\x18\n\x0bmean_reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_mean_reward\"\x9b\x03\n\nStepReport\x12\x12\n\nrollout_id\x18\x01 \x01(\x03\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rsubmission_id\x18\x03 \x01(\t\x12\x10\n\x08task_ids\x18\x04 \x03(\t\x12\x0e\n\x06rounds\x18\x05 \x01(\r\x12\x18\n\x10training_samples\x18\x06 \x01(\r\x12\x33\n\x07\x66ilters\x18\x07 \x03(\x0b\x32\".rollout_scheduler.v1.FilterReport\x12>\n\x07metrics\x18\x08 \x03(\x0b\x32-.rollout_scheduler.v1.StepReport.MetricsEntry\x12\x37\n\x08\x64\x61tasets\x18\t \x03(\x0b\x32%.rollout_scheduler.v1.DatasetOutcomes\x12\r\n\x05\x66iles\x18\n \x03(\t\x12\x13\n\x0breused_from\x18\x0b \x01(\t\x12\x10\n\x08warnings\x18\x0c \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xe5\x01\n\x0eRolloutService\x12m\n\x0e\x45xecuteRollout\x12+.rollout_scheduler.v1.ExecuteRolloutRequest\x1a,.rollout_scheduler.v1.ExecuteRolloutResponse0\x01\x12\x64\n\x0b\x45xecuteEval\x12(.rollout_scheduler.v1.ExecuteEvalRequest\x1a).rollout_scheduler.v1.ExecuteEvalResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*rollout_scheduler/v1/rollout_service.proto\x12\x14rollout_scheduler.v1\x1a rollout_scheduler/v1/event.proto\x1a\x1frollout_scheduler/v1/task.proto\"\xaf\x01\n\x15\x45xecuteRolloutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\x03\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x0c\x12\x13\n\x06groups\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x14\n\x07samples\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x1c\n\x14\x63\x61ncel_on_disconnect\x18\x06 \x01(\x08\x42\t\n\x07_groupsB\n\n\x08_samples\"\xb9\x01\n\x16\x45xecuteRolloutResponse\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\x12\x18\n\x10through_sequence\x18\x02 \x01(\x04\x12+\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1b.rollout_scheduler.v1.Event\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\x12\x30\n\x06report\x18\x05 \x01(\x0b\x32 .rollout_scheduler.v1.StepReport\"\x8c\x01\n\x12\x45xecuteEvalRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\x03\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x0c\x12\x14\n\x07samples\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x1c\n\x14\x63\x61ncel_on_disconnect\x18\x05 \x01(\x08\x42\n\n\x08_samples\"\xb6\x01\n\x13\x45xecuteEvalResponse\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\x12\x18\n\x10through_sequence\x18\x02 \x01(\x04\x12+\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1b.rollout_scheduler.v1.Event\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\x12\x30\n\x06report\x18\x05 \x01(\x0b\x32 .rollout_scheduler.v1.StepReport\"\x9b\x03\n\x0c\x46ilterReport\x12\x0e\n\x06\x66ilter\x18\x01 \x01(\t\x12\x13\n\x0bkept_groups\x18\x02 \x01(\r\x12\x14\n\x0ckept_samples\x18\x03 \x01(\r\x12\x16\n\x0e\x64ropped_groups\x18\x04 \x01(\r\x12\x17\n\x0f\x64ropped_samples\x18\x05 \x01(\r\x12M\n\x0esample_reasons\x18\x06 \x03(\x0b\x32\x35.rollout_scheduler.v1.FilterReport.SampleReasonsEntry\x12K\n\rgroup_reasons\x18\x07 \x03(\x0b\x32\x34.rollout_scheduler.v1.FilterReport.GroupReasonsEntry\x12\x18\n\x10\x64ropped_task_ids\x18\x08 \x03(\t\x1a\x34\n\x12SampleReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x33\n\x11GroupReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x82\x01\n\x0f\x44\x61tasetOutcomes\x12\x0f\n\x07\x64\x61taset\x18\x01 \x01(\t\x12\x34\n\x08outcomes\x18\x02 \x03(\x0b\x32\".rollout_scheduler.v1.OutcomeCount\x12\x18\n\x0bmean_reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_mean_reward\"0\n\tKeptGroup\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nsample_nos\x18\x02 \x03(\r\"\x94\x02\n\x0eTrainingSample\x12\x10\n\x08group_no\x18\x01 \x01(\r\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x11\n\tsample_no\x18\x03 \x01(\r\x12\x0f\n\x07\x64\x61taset\x18\x04 \x01(\t\x12\x0e\n\x06prompt\x18\x05 \x01(\t\x12\x13\n\x0breward_json\x18\x06 \x01(\x0c\x12\x32\n\x06status\x18\x07 \x01(\x0e\x32\".rollout_scheduler.v1.SampleStatus\x12\x15\n\rremove_sample\x18\x08 \x01(\x08\x12\x15\n\rmetadata_json\x18\t \x01(\x0c\x12\x34\n\ntrajectory\x18\n \x01(\x0b\x32 .rollout_scheduler.v1.Trajectory\"(\n\x12ReadSamplesRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\x03\"L\n\x13ReadSamplesResponse\x12\x35\n\x07samples\x18\x01 \x03(\x0b\x32$.rollout_scheduler.v1.TrainingSample\"\xe0\x03\n\nStepReport\x12\x12\n\nrollout_id\x18\x01 \x01(\x03\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rsubmission_id\x18\x03 \x01(\t\x12-\n\x04kept\x18\x04 \x03(\x0b\x32\x1f.rollout_scheduler.v1.KeptGroup\x12\x0e\n\x06rounds\x18\x05 \x01(\r\x12\x18\n\x10training_samples\x18\x06 \x01(\r\x12\x33\n\x07\x66ilters\x18\x07 \x03(\x0b\x32\".rollout_scheduler.v1.FilterReport\x12>\n\x07metrics\x18\x08 \x03(\x0b\x32-.rollout_scheduler.v1.StepReport.MetricsEntry\x12\x37\n\x08\x64\x61tasets\x18\t \x03(\x0b\x32%.rollout_scheduler.v1.DatasetOutcomes\x12\r\n\x05\x66iles\x18\n \x03(\t\x12\x13\n\x0breused_from\x18\x0b \x01(\t\x12\x10\n\x08warnings\x18\x0c \x03(\t\x12\x17\n\nsamples_of\x18\r \x01(\x03H\x00\x88\x01\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_samples_of*\x82\x01\n\x0cSampleStatus\x12\x1d\n\x19SAMPLE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17SAMPLE_STATUS_COMPLETED\x10\x01\x12\x1b\n\x17SAMPLE_STATUS_TRUNCATED\x10\x02\x12\x19\n\x15SAMPLE_STATUS_ABORTED\x10\x03\x32\xcb\x02\n\x0eRolloutService\x12m\n\x0e\x45xecuteRollout\x12+.rollout_scheduler.v1.ExecuteRolloutRequest\x1a,.rollout_scheduler.v1.ExecuteRolloutResponse0\x01\x12\x64\n\x0b\x45xecuteEval\x12(.rollout_scheduler.v1.ExecuteEvalRequest\x1a).rollout_scheduler.v1.ExecuteEvalResponse0\x01\x12\x64\n\x0bReadSamples\x12(.rollout_scheduler.v1.ReadSamplesRequest\x1a).rollout_scheduler.v1.ReadSamplesResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,26 +39,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FILTERREPORT_GROUPREASONSENTRY']._serialized_options = b'8\001'
   _globals['_STEPREPORT_METRICSENTRY']._loaded_options = None
   _globals['_STEPREPORT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_EXECUTEROLLOUTREQUEST']._serialized_start=103
-  _globals['_EXECUTEROLLOUTREQUEST']._serialized_end=278
-  _globals['_EXECUTEROLLOUTRESPONSE']._serialized_start=281
-  _globals['_EXECUTEROLLOUTRESPONSE']._serialized_end=466
-  _globals['_EXECUTEEVALREQUEST']._serialized_start=469
-  _globals['_EXECUTEEVALREQUEST']._serialized_end=609
-  _globals['_EXECUTEEVALRESPONSE']._serialized_start=612
-  _globals['_EXECUTEEVALRESPONSE']._serialized_end=794
-  _globals['_FILTERREPORT']._serialized_start=797
-  _globals['_FILTERREPORT']._serialized_end=1208
-  _globals['_FILTERREPORT_SAMPLEREASONSENTRY']._serialized_start=1103
-  _globals['_FILTERREPORT_SAMPLEREASONSENTRY']._serialized_end=1155
-  _globals['_FILTERREPORT_GROUPREASONSENTRY']._serialized_start=1157
-  _globals['_FILTERREPORT_GROUPREASONSENTRY']._serialized_end=1208
-  _globals['_DATASETOUTCOMES']._serialized_start=1211
-  _globals['_DATASETOUTCOMES']._serialized_end=1341
-  _globals['_STEPREPORT']._serialized_start=1344
-  _globals['_STEPREPORT']._serialized_end=1755
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=1709
-  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=1755
-  _globals['_ROLLOUTSERVICE']._serialized_start=1758
-  _globals['_ROLLOUTSERVICE']._serialized_end=1987
+  _globals['_SAMPLESTATUS']._serialized_start=2309
+  _globals['_SAMPLESTATUS']._serialized_end=2439
+  _globals['_EXECUTEROLLOUTREQUEST']._serialized_start=136
+  _globals['_EXECUTEROLLOUTREQUEST']._serialized_end=311
+  _globals['_EXECUTEROLLOUTRESPONSE']._serialized_start=314
+  _globals['_EXECUTEROLLOUTRESPONSE']._serialized_end=499
+  _globals['_EXECUTEEVALREQUEST']._serialized_start=502
+  _globals['_EXECUTEEVALREQUEST']._serialized_end=642
+  _globals['_EXECUTEEVALRESPONSE']._serialized_start=645
+  _globals['_EXECUTEEVALRESPONSE']._serialized_end=827
+  _globals['_FILTERREPORT']._serialized_start=830
+  _globals['_FILTERREPORT']._serialized_end=1241
+  _globals['_FILTERREPORT_SAMPLEREASONSENTRY']._serialized_start=1136
+  _globals['_FILTERREPORT_SAMPLEREASONSENTRY']._serialized_end=1188
+  _globals['_FILTERREPORT_GROUPREASONSENTRY']._serialized_start=1190
+  _globals['_FILTERREPORT_GROUPREASONSENTRY']._serialized_end=1241
+  _globals['_DATASETOUTCOMES']._serialized_start=1244
+  _globals['_DATASETOUTCOMES']._serialized_end=1374
+  _globals['_KEPTGROUP']._serialized_start=1376
+  _globals['_KEPTGROUP']._serialized_end=1424
+  _globals['_TRAININGSAMPLE']._serialized_start=1427
+  _globals['_TRAININGSAMPLE']._serialized_end=1703
+  _globals['_READSAMPLESREQUEST']._serialized_start=1705
+  _globals['_READSAMPLESREQUEST']._serialized_end=1745
+  _globals['_READSAMPLESRESPONSE']._serialized_start=1747
+  _globals['_READSAMPLESRESPONSE']._serialized_end=1823
+  _globals['_STEPREPORT']._serialized_start=1826
+  _globals['_STEPREPORT']._serialized_end=2306
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_start=2245
+  _globals['_STEPREPORT_METRICSENTRY']._serialized_end=2291
+  _globals['_ROLLOUTSERVICE']._serialized_start=2442
+  _globals['_ROLLOUTSERVICE']._serialized_end=2773
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,9 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from py_scheduler._generated.rollout_scheduler.v1 import event_pb2 as _event_pb2
+from py_scheduler._generated.rollout_scheduler.v1 import task_pb2 as _task_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +20,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SampleStatus:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SampleStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SampleStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SAMPLE_STATUS_UNSPECIFIED: _SampleStatus.ValueType  # 0
+    SAMPLE_STATUS_COMPLETED: _SampleStatus.ValueType  # 1
+    SAMPLE_STATUS_TRUNCATED: _SampleStatus.ValueType  # 2
+    """To be trained on too, but the last generation was cut."""
+    SAMPLE_STATUS_ABORTED: _SampleStatus.ValueType  # 3
+    """A dummy."""
+
+class SampleStatus(_SampleStatus, metaclass=_SampleStatusEnumTypeWrapper):
+    """How a training sample ended, for the loss."""
+
+SAMPLE_STATUS_UNSPECIFIED: SampleStatus.ValueType  # 0
+SAMPLE_STATUS_COMPLETED: SampleStatus.ValueType  # 1
+SAMPLE_STATUS_TRUNCATED: SampleStatus.ValueType  # 2
+"""To be trained on too, but the last generation was cut."""
+SAMPLE_STATUS_ABORTED: SampleStatus.ValueType  # 3
+"""A dummy."""
+Global___SampleStatus: _TypeAlias = SampleStatus  # noqa: Y015
 
 @_typing.final
 class ExecuteRolloutRequest(_message.Message):
@@ -296,6 +322,124 @@ class DatasetOutcomes(_message.Message):
 Global___DatasetOutcomes: _TypeAlias = DatasetOutcomes  # noqa: Y015
 
 @_typing.final
+class KeptGroup(_message.Message):
+    """A group that a step kept, and which of its samples the filters left; dummies stand in for the others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_NOS_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    @_builtins.property
+    def sample_nos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        sample_nos: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample_nos", b"sample_nos", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptGroup: _TypeAlias = KeptGroup  # noqa: Y015
+
+@_typing.final
+class TrainingSample(_message.Message):
+    """One sample for the loss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_NO_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_NO_FIELD_NUMBER: _builtins.int
+    DATASET_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    REWARD_JSON_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REMOVE_SAMPLE_FIELD_NUMBER: _builtins.int
+    METADATA_JSON_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_FIELD_NUMBER: _builtins.int
+    group_no: _builtins.int
+    """Groups are numbered from 0; a group's samples follow on one another."""
+    task_id: _builtins.str
+    sample_no: _builtins.int
+    dataset: _builtins.str
+    prompt: _builtins.str
+    reward_json: _builtins.bytes
+    """JSON object with at least "score"."""
+    status: Global___SampleStatus.ValueType
+    remove_sample: _builtins.bool
+    """It is there for the batch's shape alone."""
+    metadata_json: _builtins.bytes
+    """JSON object: the task's own, and how the sample ended."""
+    @_builtins.property
+    def trajectory(self) -> _task_pb2.Trajectory: ...
+    def __init__(
+        self,
+        *,
+        group_no: _builtins.int = ...,
+        task_id: _builtins.str = ...,
+        sample_no: _builtins.int = ...,
+        dataset: _builtins.str = ...,
+        prompt: _builtins.str = ...,
+        reward_json: _builtins.bytes = ...,
+        status: Global___SampleStatus.ValueType = ...,
+        remove_sample: _builtins.bool = ...,
+        metadata_json: _builtins.bytes = ...,
+        trajectory: _task_pb2.Trajectory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trajectory", b"trajectory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "group_no", b"group_no", "metadata_json", b"metadata_json", "prompt", b"prompt", "remove_sample", b"remove_sample", "reward_json", b"reward_json", "sample_no", b"sample_no", "status", b"status", "task_id", b"task_id", "trajectory", b"trajectory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainingSample: _TypeAlias = TrainingSample  # noqa: Y015
+
+@_typing.final
+class ReadSamplesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.int
+    """The iteration whose samples are wanted: samples_of in a step's report."""
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSamplesRequest: _TypeAlias = ReadSamplesRequest  # noqa: Y015
+
+@_typing.final
+class ReadSamplesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainingSample]: ...
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[Global___TrainingSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSamplesResponse: _TypeAlias = ReadSamplesResponse  # noqa: Y015
+
+@_typing.final
 class StepReport(_message.Message):
     """What came of a step."""
 
@@ -324,7 +468,7 @@ class StepReport(_message.Message):
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SUBMISSION_ID_FIELD_NUMBER: _builtins.int
-    TASK_IDS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
     TRAINING_SAMPLES_FIELD_NUMBER: _builtins.int
     FILTERS_FIELD_NUMBER: _builtins.int
@@ -333,6 +477,7 @@ class StepReport(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     REUSED_FROM_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    SAMPLES_OF_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.int
     request_id: _builtins.str
     submission_id: _builtins.str
@@ -343,9 +488,13 @@ class StepReport(_message.Message):
     """Samples to train on, with those that stand in for aborted ones."""
     reused_from: _builtins.str
     """The file whose samples took the place of a rollout; empty when there was one."""
+    samples_of: _builtins.int
+    """The iteration under which ReadSamples gives the samples to train on: the step's own, or the one that was reused.
+    Absent when the server keeps none of them, as for an eval or a folder that is replayed.
+    """
     @_builtins.property
-    def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the groups that were kept."""
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptGroup]:
+        """In the order of the training samples; of an eval, every copy of every prompt."""
 
     @_builtins.property
     def filters(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilterReport]: ...
@@ -367,7 +516,7 @@ class StepReport(_message.Message):
         rollout_id: _builtins.int = ...,
         request_id: _builtins.str = ...,
         submission_id: _builtins.str = ...,
-        task_ids: _abc.Iterable[_builtins.str] | None = ...,
+        kept: _abc.Iterable[Global___KeptGroup] | None = ...,
         rounds: _builtins.int = ...,
         training_samples: _builtins.int = ...,
         filters: _abc.Iterable[Global___FilterReport] | None = ...,
@@ -376,11 +525,14 @@ class StepReport(_message.Message):
         files: _abc.Iterable[_builtins.str] | None = ...,
         reused_from: _builtins.str = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
+        samples_of: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_samples_of", b"_samples_of", "samples_of", b"samples_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["datasets", b"datasets", "files", b"files", "filters", b"filters", "metrics", b"metrics", "request_id", b"request_id", "reused_from", b"reused_from", "rollout_id", b"rollout_id", "rounds", b"rounds", "submission_id", b"submission_id", "task_ids", b"task_ids", "training_samples", b"training_samples", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_samples_of", b"_samples_of", "datasets", b"datasets", "files", b"files", "filters", b"filters", "kept", b"kept", "metrics", b"metrics", "request_id", b"request_id", "reused_from", b"reused_from", "rollout_id", b"rollout_id", "rounds", b"rounds", "samples_of", b"samples_of", "submission_id", b"submission_id", "training_samples", b"training_samples", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__samples_of: _TypeAlias = _typing.Literal["samples_of"]  # noqa: Y015
+    _WhichOneofArgType__samples_of: _TypeAlias = _typing.Literal["_samples_of", b"_samples_of"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_of) -> _WhichOneofReturnType__samples_of | None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015

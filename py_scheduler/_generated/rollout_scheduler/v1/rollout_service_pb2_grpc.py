@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Both calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
+    """Both Execute calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
     its caller goes away; the same request from a cursor on follows it again without a gap.
     """
 
@@ -46,10 +46,15 @@ class RolloutServiceStub(object):
                 request_serializer=rollout__scheduler_dot_v1_dot_rollout__service__pb2.ExecuteEvalRequest.SerializeToString,
                 response_deserializer=rollout__scheduler_dot_v1_dot_rollout__service__pb2.ExecuteEvalResponse.FromString,
                 _registered_method=True)
+        self.ReadSamples = channel.unary_stream(
+                '/rollout_scheduler.v1.RolloutService/ReadSamples',
+                request_serializer=rollout__scheduler_dot_v1_dot_rollout__service__pb2.ReadSamplesRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_rollout__service__pb2.ReadSamplesResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
-    """Both calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
+    """Both Execute calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
     its caller goes away; the same request from a cursor on follows it again without a gap.
     """
 
@@ -62,6 +67,13 @@ class RolloutServiceServicer(object):
 
     def ExecuteEval(self, request, context):
         """Runs every prompt of every eval data set, in turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadSamples(self, request, context):
+        """Reads what a rollout handed out to train on, as it was saved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,6 +92,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     request_deserializer=rollout__scheduler_dot_v1_dot_rollout__service__pb2.ExecuteEvalRequest.FromString,
                     response_serializer=rollout__scheduler_dot_v1_dot_rollout__service__pb2.ExecuteEvalResponse.SerializeToString,
             ),
+            'ReadSamples': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSamples,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_rollout__service__pb2.ReadSamplesRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_rollout__service__pb2.ReadSamplesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'rollout_scheduler.v1.RolloutService', rpc_method_handlers)
@@ -89,7 +106,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Both calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
+    """Both Execute calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
     its caller goes away; the same request from a cursor on follows it again without a gap.
     """
 
@@ -137,6 +154,33 @@ class RolloutService(object):
             '/rollout_scheduler.v1.RolloutService/ExecuteEval',
             rollout__scheduler_dot_v1_dot_rollout__service__pb2.ExecuteEvalRequest.SerializeToString,
             rollout__scheduler_dot_v1_dot_rollout__service__pb2.ExecuteEvalResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollout_scheduler.v1.RolloutService/ReadSamples',
+            rollout__scheduler_dot_v1_dot_rollout__service__pb2.ReadSamplesRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_rollout__service__pb2.ReadSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

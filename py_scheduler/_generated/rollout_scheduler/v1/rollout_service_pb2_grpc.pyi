@@ -13,7 +13,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """Both calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
+    """Both Execute calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
     its caller goes away; the same request from a cursor on follows it again without a gap.
     """
 
@@ -22,9 +22,11 @@ class RolloutServiceStub:
     """Rolls out one training step: fetch, distribute, batch, run, filter, save."""
     ExecuteEval: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.ExecuteEvalRequest, _rollout_service_pb2.ExecuteEvalResponse]
     """Runs every prompt of every eval data set, in turn."""
+    ReadSamples: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.ReadSamplesRequest, _rollout_service_pb2.ReadSamplesResponse]
+    """Reads what a rollout handed out to train on, as it was saved."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Both calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
+    """Both Execute calls stream the step's events while they happen, as WatchEvents does, and end with a report. A step goes on when
     its caller goes away; the same request from a cursor on follows it again without a gap.
     """
 
@@ -43,5 +45,13 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_rollout_service_pb2.ExecuteEvalRequest, _abc.AsyncIterator[_rollout_service_pb2.ExecuteEvalResponse]],
     ) -> _abc.AsyncIterator[_rollout_service_pb2.ExecuteEvalResponse]:
         """Runs every prompt of every eval data set, in turn."""
+
+    @_abc_1.abstractmethod
+    def ReadSamples(
+        self,
+        request: _rollout_service_pb2.ReadSamplesRequest,
+        context: _aio.ServicerContext[_rollout_service_pb2.ReadSamplesRequest, _abc.AsyncIterator[_rollout_service_pb2.ReadSamplesResponse]],
+    ) -> _abc.AsyncIterator[_rollout_service_pb2.ReadSamplesResponse]:
+        """Reads what a rollout handed out to train on, as it was saved."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _aio.Server) -> None: ...

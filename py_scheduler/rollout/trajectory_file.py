@@ -1,4 +1,6 @@
-"""Finished samples as a Parquet file, one row a sample, so that a trainer can read them back without this package.
+"""SampleDones as a Parquet file, one row a sample, so that a trainer can read them back without this package.
+
+For a client that collects a rollout by itself; what a TaskScheduler hands out is saved by `store` (`sample_files`).
 
 Invariants: `token_ids`, `log_probs` and `loss_mask` of a row have one entry per token, in context order; the mask is 1
 exactly on generated tokens; weight spans and turns count positions in them. The file appears complete or not at all.
@@ -14,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
-from py_scheduler.domain.trajectory import ENVIRONMENT
-from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.rollout.files import atomic_file
+from py_scheduler.rollout.parquet import load_pyarrow, trajectory_columns
 from py_scheduler.version import version
 
 if TYPE_CHECKING:
@@ -46,32 +48,20 @@ def write_trajectories(
     The file's own metadata say which py-scheduler wrote it, and when.
     Folders are made as needed. Raises FailedPreconditionError without pyarrow.
     """
-    try:
-        import pyarrow as pa  # noqa: PLC0415 (an optional extra)
-        import pyarrow.parquet as pq  # noqa: PLC0415
-    except ImportError as error:
-        raise FailedPreconditionError(
-            f"writing Parquet needs pyarrow ({error}): install py-scheduler[parquet]"
-        ) from error
-
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{target.name}.unfinished")
+    pa, pq = load_pyarrow("writing trajectories")
     created = datetime.now(UTC).isoformat(timespec="seconds")
     schema = _schema(pa).with_metadata({"py_scheduler_version": version(), "created": created})
     constant = {"batch_id": str(origin.batch_id), "namespace": origin.namespace, "model": origin.model}
     rows = (constant | _row(sample, tasks.get(sample.task_id)) for sample in samples)
     count = 0
-    with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
-        while group := list(islice(rows, _ROWS_PER_GROUP)):
-            writer.write_table(pa.Table.from_pylist(group, schema=schema))
-            count += len(group)
-    unfinished.replace(target)
+    with atomic_file(Path(path)) as sink, pq.ParquetWriter(sink, schema, compression="zstd") as writer:
+        while chunk := list(islice(rows, _ROWS_PER_GROUP)):
+            writer.write_table(pa.Table.from_pylist(chunk, schema=schema))
+            count += len(chunk)
     return count
 
 
 def _schema(pa: Any) -> Any:
-    position = pa.int32()
     return pa.schema(
         {
             "batch_id": pa.string(),
@@ -87,23 +77,9 @@ def _schema(pa: Any) -> Any:
             "reward_details_json": pa.string(),
             "prompt": pa.string(),
             "answer": pa.string(),
-            "token_ids": pa.list_(pa.int32()),
-            "log_probs": pa.list_(pa.float32()),
-            "loss_mask": pa.list_(pa.uint8()),
             "model": pa.string(),
             "weight_version": pa.string(),
-            "weight_spans": pa.list_(pa.struct({"version": pa.string(), "start": position, "end": position})),
-            "turns": pa.list_(
-                pa.struct(
-                    {
-                        "start": position,
-                        "end": position,
-                        "source": pa.string(),
-                        "finish_reason": pa.string(),
-                        "log_prob_kind": pa.string(),
-                    }
-                )
-            ),
+            **trajectory_columns(pa, has_texts=False),
             "termination_reason": pa.string(),
             "error": pa.string(),
             "phase": pa.string(),
@@ -133,8 +109,8 @@ def _row(sample: SampleDone, task: Task | None) -> dict[str, Any]:
         "outcome": sample.outcome.value,
         "reward": sample.reward.score,
         "reward_details_json": msgspec.json.encode(sample.reward.details).decode(),
-        "prompt": "\n".join(turn.text for turn in trajectory.turns if turn.source == ENVIRONMENT),
-        "answer": "\n".join(turn.text for turn in trajectory.turns if turn.source != ENVIRONMENT),
+        "prompt": trajectory.read_text,
+        "answer": trajectory.written_text,
         "token_ids": trajectory.token_ids,
         "log_probs": trajectory.log_probs,
         "loss_mask": trajectory.loss_mask,

@@ -25,6 +25,7 @@ from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.requests import AbortRequest, EventFilter, EventKind, SubmissionSelector, SubmitRequest
 from py_scheduler.errors import (
     AlreadyExistsError,
+    CursorExpiredError,
     FailedPreconditionError,
     ResourceExhaustedError,
 )
@@ -67,14 +68,18 @@ class RunTerms(msgspec.Struct, frozen=True, kw_only=True):
 class Trace:
     """Where the events of a step are: for those who follow it in the event log while it runs.
 
-    before_sequence: its first event comes after it. last_sequence: of its last event so far.
+    before_sequence: its first event comes after it. last_sequence: of its last event so far. request_id: under which a
+    client asked for the step.
     """
 
-    def __init__(self, before_sequence: int) -> None:
+    def __init__(self, before_sequence: int, request_id: str = "") -> None:
         self.before_sequence = self.last_sequence = before_sequence
+        self.request_id = request_id
         self.submission_id = ""
         self.begun = asyncio.Event()
         """Set with the submission_id, and at the end of a step that never had one."""
+        self.is_final = False
+        """Whether the step has its result and only writes it down: a cancellation comes too late."""
 
     def submitted(self, reply: SubmitReply) -> None:
         if not self.submission_id:
@@ -171,8 +176,7 @@ class TaskRun:
                 await self._fill()
                 if not self._open:
                     return
-                assert self._frames is not None, "what is open was submitted"
-                frame = await anext(self._frames, None)
+                frame = await self._next_frame()
                 if frame is None:
                     raise FailedPreconditionError("the engine was closed while tasks were running: start it again")
                 self._through = frame.through_sequence
@@ -240,6 +244,16 @@ class TaskRun:
         self._trace.submitted(reply)
 
     # Out
+
+    async def _next_frame(self) -> EventFrame | None:
+        assert self._frames is not None, "what is open was submitted"
+        try:
+            return await anext(self._frames, None)
+        except CursorExpiredError as error:
+            raise FailedPreconditionError(
+                "events of the run were dropped before they were read: raise scheduler.retained_events and "
+                "scheduler.retained_bytes, to hold what the open samples say"
+            ) from error
 
     async def _watch_after(self, sequence: int) -> None:
         if self._frames is not None:

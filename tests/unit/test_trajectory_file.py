@@ -16,8 +16,8 @@ from py_scheduler.domain.generation import FinishReason, Generation, WeightSpan
 from py_scheduler.domain.results import Outcome, Reward, SampleDone, Timings
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.domain.trajectory import TrajectoryBuilder
-from py_scheduler.rollout.artifacts import Origin, write_trajectories
-from py_scheduler.rollout.summary import summarise, summary_table
+from py_scheduler.rollout.figures import summarise, summary_table
+from py_scheduler.rollout.trajectory_file import Origin, write_trajectories
 from py_scheduler.version import version
 
 if TYPE_CHECKING:

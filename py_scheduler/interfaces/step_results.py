@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.results import Outcome
-from py_scheduler.domain.steps import DatasetOutcomes, StepKind, StepReport
+from py_scheduler.domain.steps import DatasetOutcomes, KeptGroup, StepKind, StepReport
 from py_scheduler.rollout.groups import Group
 from py_scheduler.rollout.iteration_summary import IterationSummary
 from py_scheduler.rollout.training import TrainingSample
@@ -25,7 +25,8 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     groups: those that survived the filters, in the order in which they were fetched; none when the step was reused.
     samples: what to train on, group by group and all groups of one size: dummies stand in for what is missing.
     files: relative to the artifact folder. reused_from: the file that the samples were read from; empty when they were
-    rolled out. warnings: what a user ought to hear.
+    rolled out. samples_of: the iteration whose saved samples they are; None where they are not saved.
+    warnings: what a user ought to hear.
     """
 
     rollout_id: int
@@ -36,6 +37,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 0
     files: tuple[str, ...] = ()
     reused_from: str = ""
+    samples_of: int | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -55,7 +57,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
             rollout_id=self.rollout_id,
             request_id=request.request_id,
             submission_id=self.submission_id,
-            task_ids=tuple(group.task_id for group in self.groups),
+            kept=tuple(KeptGroup(g.task_id, tuple(sample.sample_no for sample in g.samples)) for g in self.groups),
             rounds=self.rounds,
             training_samples=sum(map(len, self.samples)),
             filters=self.summary.filters,
@@ -63,6 +65,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
             datasets=_outcomes_of(self.summary),
             files=self.files,
             reused_from=self.reused_from,
+            samples_of=self.samples_of,
             warnings=self.warnings,
         )
 
@@ -87,7 +90,9 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
             rollout_id=self.rollout_id,
             request_id=request.request_id,
             submission_id=self.submission_id,
-            task_ids=tuple(sample.task_id for groups in self.datasets.values() for g in groups for sample in g.samples),
+            kept=tuple(
+                KeptGroup(copy.task_id, (0,)) for gs in self.datasets.values() for g in gs for copy in g.samples
+            ),
             rounds=1,
             metrics=self.metrics,
             datasets=_outcomes_of(self.summary),

@@ -4,11 +4,13 @@ Invariants
   1. Before an iteration takes a task, the state says which iteration it is and where the source stood; so whoever comes
      after a killed process takes the same tasks, under the same request ids.
   2. An iteration that fails or is cancelled gives its tasks back to the source and uses up its request ids.
+  3. The state in memory is the one in the file: a write that fails leaves both as they were, and one that is cancelled
+     ends first.
+  4. The newest request that a client's iteration was finished for is not executed again, also after a restart.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -19,22 +21,24 @@ from py_scheduler.errors import FailedPreconditionError
 from py_scheduler.rollout.loop_state import LoopState, read_loop_state, write_loop_state
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from py_scheduler.domain.data import DataSource
+    from py_scheduler.interfaces.artifact_folder import ArtifactFolder
+    from py_scheduler.interfaces.step_results import RolloutResult
 
 _log = logging.getLogger(__name__)
 
 STATE_FILE = "loop_state.json"
 
 
-class Loop:
+class TrainingLoop:
     """The loop's source and state. Without a folder the state lives as long as the process."""
 
-    def __init__(self, source: DataSource | None, artifact_root: Path | None) -> None:
+    def __init__(self, source: DataSource | None, folder: ArtifactFolder) -> None:
         self.source = source
-        self._path = None if artifact_root is None else artifact_root / STATE_FILE
+        self._folder = folder
+        self._path = None if folder.root is None else folder.root / STATE_FILE
         self._state: LoopState | None = None
+        self._unclaimed: RolloutResult | None = None
 
     def restore(self) -> None:
         """Reads the state and puts the source where it stood. Raises FailedPreconditionError when it is another's."""
@@ -56,7 +60,17 @@ class Loop:
             return 0
         return self._state.rollout_id + self._state.is_finished
 
-    async def begin(self, rollout_id: int) -> str:
+    def refuse_if_done(self, request_id: str) -> None:
+        """Raises FailedPreconditionError when the newest iteration was finished for this request of a client."""
+        state = self._state
+        if state is not None and state.is_finished and request_id and state.request_id == request_id:
+            raise FailedPreconditionError(
+                f"request {request_id!r} was iteration {state.rollout_id}, which this server finished before it was "
+                "started anew; its report is gone, its samples and its summary are in the artifact folder. Go on with "
+                f"iteration {self.next_rollout_id}, or send a fresh request_id to execute another one"
+            )
+
+    async def begin(self, rollout_id: int, request_id: str = "") -> str:
         """Writes down that the iteration is under way; the prefix of its request ids."""
         assert self.source is not None, "whoever begins has checked that"
         before = self._state
@@ -66,14 +80,16 @@ class Loop:
                 + (f"; or remove {STATE_FILE} to begin a new loop" if self._path else "")
             )
         state = self._next_state(rollout_id) if before is None or before.is_finished else before
-        self._state = state
-        await self._write()
+        state = msgspec.structs.replace(state, request_id=request_id)
+        self._unclaimed = None
+        await self._commit(state)
         return f"{state.loop_id}/{state.rollout_id}/{state.execution_no}"
 
-    async def skip(self, rollout_id: int) -> None:
+    async def skip(self, rollout_id: int, request_id: str = "") -> None:
         """The iteration was made of saved samples."""
-        self._state = msgspec.structs.replace(self._next_state(rollout_id), is_finished=True)
-        await self._write()
+        await self._commit(
+            msgspec.structs.replace(self._next_state(rollout_id), is_finished=True, request_id=request_id)
+        )
 
     def _next_state(self, rollout_id: int) -> LoopState:
         before = self._state
@@ -91,29 +107,48 @@ class Loop:
         """
         if self._state is None or self._state.is_finished:
             return
+        self._unclaimed = None
         assert self.source is not None, "an iteration was begun"
         try:
             self.source.restore(self._state.source_state)
         except FailedPreconditionError as error:
             _log.warning("iteration %d gives its tasks back in vain: %s", self._state.rollout_id, error)
         if ids_are_used:
-            self._state = msgspec.structs.replace(self._state, execution_no=self._state.execution_no + 1)
-            self._write_now()
+            state = msgspec.structs.replace(self._state, execution_no=self._state.execution_no + 1)
+            try:
+                self._commit_now(state)
+            except OSError as error:
+                # The engine of this process knows the ids; the one of a later process will not.
+                self._state = state
+                _log.warning("iteration %d: its state cannot be written: %s", state.rollout_id, error)
 
-    async def finish(self) -> None:
-        """The iteration under way has its result."""
+    async def finish(self, result: RolloutResult) -> None:
+        """The iteration under way has its result, once this is written down.
+
+        A cancellation that comes meanwhile is raised when it is; then the result can still be claimed.
+        """
         assert self._state is not None, "finish follows begin"
         assert self.source is not None, "an iteration was begun"
-        self._state = msgspec.structs.replace(self._state, source_state=self.source.state(), is_finished=True)
-        await self._write()
+        self._unclaimed = result
+        await self._commit(msgspec.structs.replace(self._state, source_state=self.source.state(), is_finished=True))
+        self._unclaimed = None
+
+    def claim(self, rollout_id: int) -> RolloutResult | None:
+        """The result of this iteration, if whoever asked for it was cancelled just when it was finished; once."""
+        result = self._unclaimed
+        if result is None or result.rollout_id != rollout_id:
+            return None
+        self._unclaimed = None
+        return result
 
     def _fresh_id(self) -> str:
         # Without a file there is nothing to remember it by, so a restarted process has to find the same one.
         return "loop" if self._path is None else os.urandom(4).hex()
 
-    async def _write(self) -> None:
-        await asyncio.to_thread(self._write_now)
+    async def _commit(self, state: LoopState) -> None:
+        await self._folder.run(lambda: self._commit_now(state))
 
-    def _write_now(self) -> None:
-        if self._path is not None and self._state is not None:
-            write_loop_state(self._path, self._state)
+    def _commit_now(self, state: LoopState) -> None:
+        if self._path is not None:
+            write_loop_state(self._path, state)
+        self._state = state

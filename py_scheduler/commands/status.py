@@ -1,0 +1,62 @@
+"""`py-scheduler status`: a running server, or one of its submissions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from py_scheduler.client import SchedulerClient
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from py_scheduler.domain.requests import ServerInfo, SubmissionSelector, SubmissionView
+
+
+async def show_server(target: str, namespace: str, console: Console) -> None:
+    """Prints what the server is made of. Raises SchedulerError."""
+    async with SchedulerClient(target, namespace=namespace, reconnect_seconds=0.0) as client:
+        for line in _server_lines(await client.server_info()):
+            console.print(line, soft_wrap=True)
+
+
+async def show_submission(selector: SubmissionSelector, target: str, console: Console) -> None:
+    """Prints how a submission stands, and why what waits is waiting. Raises NotFoundError."""
+    async with SchedulerClient(target, namespace=selector.namespace, reconnect_seconds=0.0) as client:
+        view = await client.get_submission(selector.batch_id, submission_id=selector.submission_id)
+    for line in _submission_lines(view):
+        console.print(line, soft_wrap=True)
+
+
+def _server_lines(info: ServerInfo) -> list[str]:
+    lines = [
+        f"py-scheduler {info.version}",
+        *(
+            f"evaluator  {evaluator.evaluator_id}  {evaluator.handler}  at once {evaluator.resource.concurrency}  "
+            f"a sample: {evaluator.sample_resource.words}"
+            for evaluator in info.evaluators
+        ),
+    ]
+    for engine in info.engines:
+        model = engine.error or f"{engine.model_name}  weights {engine.weight_version or '-'}"
+        lines.append(f"engine     {engine.role}  {model}")
+    for node in info.nodes:
+        free = " ".join(f"{share:.2f}" for share in node.free_gpus)
+        lines.append(f"node       {node.node_ip}  gpus free [{free}]  {node.words}")
+    return lines
+
+
+def _submission_lines(view: SubmissionView) -> list[str]:
+    tasks = (
+        f"tasks      open {view.open_tasks}  succeeded {view.succeeded_tasks}  partial {view.partial_tasks}  "
+        f"failed {view.failed_tasks}  aborted {view.aborted_tasks}"
+    )
+    return [
+        f"submission {view.submission_id}  batch_id {view.key.batch_id}  namespace {view.key.namespace}",
+        f"attempts   queued {view.queued_attempts}  leased {view.leased_attempts}  running {view.running_attempts}",
+        tasks,
+        *(
+            f"waiting    {len(batch.task_ids)} tasks from {batch.task_ids[0] if batch.task_ids else '-'}  "
+            f"for {batch.waiting_seconds:.1f} s, bypassed {batch.bypassed} times: {batch.reason}"
+            for batch in view.waiting
+        ),
+    ]

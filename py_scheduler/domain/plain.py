@@ -1,0 +1,93 @@
+"""What of a handler's words and values can be sent and stored, decided once, where the handler returns them.
+
+Invariants: text is what UTF-8 carries; details are a JSON object that every JSON reader takes, however odd the objects
+were that they were made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+_MAX_DEPTH = 64
+"""Readers recurse, and not all of them from a shallow stack."""
+_UNREADABLE = "unreadable_details"
+
+
+def safe_text(text: str) -> str:
+    """What UTF-8 can carry of a text that a handler made: lone surrogates become question marks."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception says, whatever its own `__str__` does."""
+    name = type(error).__name__
+    try:
+        return safe_text(f"{name}: {error}")
+    except Exception:  # noqa: BLE001 - it may come from a handler
+        return name
+
+
+def plain_number(value: object) -> object:
+    """Scalars of numpy, and of what looks like it, as Python's own; anything else as it is."""
+    return item() if callable(item := getattr(value, "item", None)) else value
+
+
+def details_json(details: object) -> bytes:
+    """Details as a JSON object. Numbers and arrays of numpy are numbers and lists; an entry that JSON cannot carry is
+    replaced by what is wrong with it.
+    """
+    try:
+        encoded = _json(details)
+        if encoded.startswith(b"{"):
+            return encoded
+        raise TypeError(f"{type(details).__name__} is no JSON object")
+    except Exception as error:  # noqa: BLE001 - a scorer may say anything, and its objects raise anything
+        if not isinstance(details, dict):
+            return msgspec.json.encode({_UNREADABLE: words_of(error)})
+    entries = {_name_of(key): msgspec.Raw(_json_or_fault(value)) for key, value in details.items()}
+    return msgspec.json.encode(entries)
+
+
+def _json(value: object) -> bytes:
+    """Raises whatever is wrong with a value that does not come back out of JSON."""
+    encoded = msgspec.json.encode(value, enc_hook=_plain)
+    decoded = msgspec.json.decode(encoded)
+    # Counting is cheap and bounds the depth; only what has many brackets is looked at closely.
+    if encoded.count(b"[") + encoded.count(b"{") > _MAX_DEPTH and _depth(decoded) > _MAX_DEPTH:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+    return encoded
+
+
+def _json_or_fault(value: object) -> bytes:
+    try:
+        return _json(safe_text(value) if type(value) is str else value)
+    except Exception as error:  # noqa: BLE001 - as above
+        return msgspec.json.encode(f"{_UNREADABLE}: {words_of(error)}")
+
+
+def _name_of(key: object) -> str:
+    try:
+        return safe_text(str(key))
+    except Exception as error:  # noqa: BLE001 - as above
+        return words_of(error)
+
+
+def _plain(value: Any) -> Any:
+    if callable(to_list := getattr(value, "tolist", None)):
+        return to_list()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def _depth(value: object) -> int:
+    """Without recursion: of lists and dicts in one another, the value itself included."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+        ]
+    return depth

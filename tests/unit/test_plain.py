@@ -1,0 +1,60 @@
+"""What of a handler's values can be sent and stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from py_scheduler.domain.plain import details_json, plain_number, safe_text
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"in": value}
+    return value
+
+
+def circle() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["in"] = value
+    return value
+
+
+@pytest.mark.parametrize(
+    ("odd", "fault"),
+    [
+        (object(), "TypeError: object is no JSON value"),
+        (1j, "TypeError: complex is no JSON value"),
+        (circle(), "RecursionError"),
+        (nested(3_000), "RecursionError"),
+        (nested(65), "nested more than 64 deep"),
+        (["\ud800"], "UnicodeEncodeError"),
+        (np.array([object()]), "TypeError: object is no JSON value"),
+    ],
+    ids=["object", "complex", "circle", "deep", "rather deep", "surrogate", "array of objects"],
+)
+def test_an_entry_that_json_cannot_carry_is_replaced_and_the_others_stay(odd: object, fault: str) -> None:
+    details = msgspec.json.decode(details_json({"odd": odd, "good": [1, {"a": None}]}))
+    assert details["good"] == [1, {"a": None}]
+    assert details["odd"].startswith("unreadable_details: ")
+    assert fault in details["odd"]
+
+
+def test_what_is_large_and_flat_is_not_deep() -> None:
+    rows = {"rows": [{"n": number} for number in range(1_000)]}
+    assert msgspec.json.decode(details_json(rows)) == rows
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.array(0.5), 0.5])
+def test_numbers_of_numpy_are_numbers(number: object) -> None:
+    plain = plain_number(number)
+    assert type(plain) is float
+    assert plain == 0.5
+
+
+def test_text_is_what_utf8_carries() -> None:
+    assert safe_text("é \ud800") == "é ?"
