@@ -15,7 +15,8 @@
     |-- GenerationError           the language model engine did not deliver
     |   |-- EngineUnavailableError     not reachable, or failing on its side (retried, then infra_conn)
     |   |-- EngineRejectedError        the engine refuses this request (not retried)
-    |   |   `-- ContextOverflowError   ... because it is longer than the context
+    |   |   |-- ContextOverflowError   ... because it is longer than the context
+    |   |   `-- TurnLimitError         ... because the episode has had its turns
     |   `-- GenerationAbortedError     aborted while running
     |-- SandboxError              a sandbox could not be set up, or broke down (infra_sandbox)
     |-- ModelFetchError           a model file could not be brought here
@@ -130,6 +131,10 @@ class EngineRejectedError(GenerationError):
 
 class ContextOverflowError(EngineRejectedError):
     """Prompt plus requested tokens exceed the model's context."""
+
+
+class TurnLimitError(EngineRejectedError):
+    """The episode's `max_turns` generations were made."""
 
 
 class GenerationAbortedError(GenerationError):

@@ -1,6 +1,6 @@
 """What the engine adapters share of HTTP: one pooled client, server-sent events, and the waits between retries.
 
-Invariants: a client holds one session, made by `start` and gone after `close`; an idle connection is retired before
+Invariants: a client holds its sessions from `start` to `close`; an idle connection is retired before
 the server would close it, so that a reset at reuse stays rare; nothing here retries by itself, because only the caller
 knows whether a request may run twice.
 """
@@ -55,27 +55,27 @@ class HttpClient:
         self._keepalive_seconds = keepalive_seconds
         self._connect_timeout_seconds = connect_timeout_seconds
         self._session: aiohttp.ClientSession | None = None
+        self._fresh_session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=self._connector(),
-                # No total: a generation takes as long as it takes. Callers bound what they wait for.
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_seconds),
-                json_serialize=lambda value: msgspec.json.encode(value).decode(),
-            )
+            self._session = self._make_session(self._keepalive_seconds)
+            self._fresh_session = self._make_session(None)
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        sessions = self._session, self._fresh_session
+        self._session = self._fresh_session = None
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
-    def post(self, path: str, body: Any) -> ResponseContext:
+    def post(self, path: str, body: Any, *, fresh: bool = False) -> ResponseContext:
         """The response as a context manager; leaving it before the end of the body closes the connection.
 
-        Raises EngineUnavailableError when the client is not started or closed.
+        `fresh` takes a connection of its own: those that are kept may all be dead, one behind the other. Raises
+        EngineUnavailableError when the client is not started or closed.
         """
-        return self._open().post(
+        return self._open(fresh=fresh).post(
             self.base_url + path, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
         )
 
@@ -99,15 +99,23 @@ class HttpClient:
             raise EngineUnavailableError(f"{self.base_url}{path} answered {status}: {error_message(content)}")
         return decode_json(content)
 
-    def _connector(self) -> aiohttp.TCPConnector:
-        if self._keepalive_seconds is None:
-            return aiohttp.TCPConnector(limit=self._connections, force_close=True)
-        return aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=self._keepalive_seconds)
+    def _make_session(self, keepalive_seconds: float | None) -> aiohttp.ClientSession:
+        if keepalive_seconds is None:
+            connector = aiohttp.TCPConnector(limit=self._connections, force_close=True)
+        else:
+            connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=keepalive_seconds)
+        return aiohttp.ClientSession(
+            connector=connector,
+            # No total: a generation takes as long as it takes. Callers bound what they wait for.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_seconds),
+            json_serialize=lambda value: msgspec.json.encode(value).decode(),
+        )
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open(self, *, fresh: bool = False) -> aiohttp.ClientSession:
+        session = self._fresh_session if fresh else self._session
+        if session is None:
             raise EngineUnavailableError(f"the client of {self.base_url} is not started or was closed")
-        return self._session
+        return session
 
 
 def decode_json(content: bytes) -> Any:

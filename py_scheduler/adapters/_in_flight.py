@@ -1,7 +1,8 @@
 """Generations under way, as `abort` and `close` see them.
 
 Invariants: a rid is in flight at most once; `finished` is set exactly when its `generate` is over; a flight that was
-cut never waits again: its current wait ends at once, and so does every later one.
+cut never waits again: its current wait ends at once, and so does every later one. While the engine stands still no
+limit counts, and each counts from its beginning afterwards.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Flight:
         self.abort_requested = False
         self.finished = asyncio.Event()
         self.was_cut = False
+        self.stands_still = False
+        self._seconds: float | None = None
         self._scope: asyncio.Timeout | None = None
 
     @asynccontextmanager
@@ -42,9 +45,15 @@ class Flight:
 
     def allow(self, seconds: float | None) -> None:
         """Sets the current stretch's limit to `seconds` from now."""
+        self._seconds = seconds
         if self._scope is not None:
             now = asyncio.get_running_loop().time()
-            self._scope.reschedule(now if self.was_cut else None if seconds is None else now + seconds)
+            has_limit = seconds is not None and not self.stands_still
+            self._scope.reschedule(now if self.was_cut else now + (seconds or 0.0) if has_limit else None)
+
+    def stand_still(self, stands_still: bool) -> None:
+        self.stands_still = stands_still
+        self.allow(self._seconds)
 
     def cut(self) -> None:
         self.was_cut = True
@@ -56,6 +65,7 @@ class Flights:
 
     def __init__(self) -> None:
         self._flights: dict[str, Flight] = {}
+        self._stand_still = False
         self._clean_ups: set[asyncio.Task[None]] = set()
 
     def get(self, rid: str) -> Flight | None:
@@ -67,11 +77,24 @@ class Flights:
         if rid in self._flights:
             raise EngineRejectedError(f"rid {rid!r} is in flight already: give every generation a rid of its own")
         flight = self._flights[rid] = Flight(rid)
+        flight.stands_still = self._stand_still
         try:
             yield flight
         finally:
             del self._flights[rid]
             flight.finished.set()
+
+    def stand_still(self) -> None:
+        """The engine is paused: its silence has no limit until `go_on`."""
+        self._set_still(stands_still=True)
+
+    def go_on(self) -> None:
+        self._set_still(stands_still=False)
+
+    def _set_still(self, *, stands_still: bool) -> None:
+        self._stand_still = stands_still
+        for flight in self._flights.values():
+            flight.stand_still(stands_still)
 
     def clean_up(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         """Runs `work` beside its caller, who may be cancelled; `work` bounds itself and raises nothing."""

@@ -240,6 +240,7 @@ class LlamaCppEngine:
             context_length=int(props["default_generation_settings"]["n_ctx"]),
             weight_version=digest[:VERSION_DIGITS],
             log_prob_kind=LogProbKind.MODEL,
+            default_max_new_tokens=self._settings.default_max_new_tokens,
         )
 
     async def _call(self, path: str, body: Any) -> Any:

@@ -36,6 +36,7 @@ from py_scheduler.adapters._http import (
     sse_payloads,
 )
 from py_scheduler.adapters._in_flight import Flight, Flights
+from py_scheduler.adapters._sglang_control import SglangControl
 from py_scheduler.adapters._sglang_events import (
     NOTHING,
     SERVER_ERRORS,
@@ -44,6 +45,7 @@ from py_scheduler.adapters._sglang_events import (
     read_generation,
     read_partial,
 )
+from py_scheduler.adapters._sglang_requests import BAD_REQUEST, AttemptFailedError, generate_body, refusal
 from py_scheduler.domain.generation import (
     FinishReason,
     Generation,
@@ -52,8 +54,6 @@ from py_scheduler.domain.generation import (
     ModelInfo,
 )
 from py_scheduler.errors import (
-    ContextOverflowError,
-    EngineRejectedError,
     EngineUnavailableError,
 )
 
@@ -69,10 +69,6 @@ INPUT_MARGIN = 4
 """Tokens that fit beside the longest input: two less than the model's context has, and the server silently generates
 fewer than asked for rather than use those two."""
 ABORT_REPEAT_SECONDS = 0.25
-BAD_REQUEST, TOO_MANY_REQUESTS = 400, 429
-CONTEXT_OVERFLOW = re.compile(
-    r"Requested token count exceeds|longer than the model's context length|exceeds the maximum allowed length"
-)
 VALID_IDS = re.compile(r"valid range is \[0, (\d+)\)")
 
 
@@ -89,6 +85,9 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Silence after the first event."""
     connect_timeout_seconds: float = 5.0
     control_timeout_seconds: float = 10.0
+    pause_timeout_seconds: float = 60.0
+    """A pause that aborts waits for the last request to end."""
+    weight_update_timeout_seconds: float = 600.0
     abort_grace_seconds: float = 2.0
     """How long an aborted request may take to end by itself, with all its tokens, before its connection is closed."""
     keepalive_seconds: float = 3.0
@@ -98,20 +97,19 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     context_length: int | None = None
 
 
-class _AttemptFailedError(Exception):
-    """Nothing of this attempt was received; the next may do better."""
+class SglangEngine(SglangControl):
+    """A GenerationEngine, with GenerationControl, on the SGLang server at `base_url`.
 
+    With `control_urls` that is a router, which forwards generations and knows no other call: everything else goes to
+    the workers behind it, an abort to each, since only the router knows which has the rid.
+    """
 
-class SglangEngine:
-    """A GenerationEngine on the SGLang server at `base_url`."""
-
-    def __init__(self, base_url: str, *, settings: SglangSettings | None = None) -> None:
+    def __init__(
+        self, base_url: str, *, control_urls: Sequence[str] = (), settings: SglangSettings | None = None
+    ) -> None:
         self._settings = settings or SglangSettings()
-        self._http = HttpClient(
-            base_url,
-            keepalive_seconds=self._settings.keepalive_seconds,
-            connect_timeout_seconds=self._settings.connect_timeout_seconds,
-        )
+        self._http = self._client(base_url)
+        self._controls = [self._client(url) for url in control_urls] or [self._http]
         self._flights = Flights()
         self._info: ModelInfo | None = None
         self._info_lock = asyncio.Lock()
@@ -119,18 +117,28 @@ class SglangEngine:
         self._attempt_numbers = itertools.count()
         self._ignores_seeds = False
 
+    @property
+    def base_url(self) -> str:
+        return self._http.base_url
+
+    @property
+    def known_model(self) -> ModelInfo | None:
+        """What `model_info` would answer, once it was asked."""
+        return self._info
+
     async def start(self) -> None:
-        await self._http.start()
+        for client in (self._http, *self._controls):
+            await client.start()
         try:
             await self.model_info()
         except BaseException:
-            await self._http.close()
+            await self._close_clients()
             raise
 
     async def close(self) -> None:
         """Ends what is in flight with EngineUnavailableError, aborts it at the server, and closes the connections."""
         await self._flights.close(self._settings.control_timeout_seconds)
-        await self._http.close()
+        await self._close_clients()
 
     async def model_info(self) -> ModelInfo:
         """Asked once; the weight version follows what generations report."""
@@ -139,6 +147,21 @@ class SglangEngine:
                 if self._info is None:
                     self._info = await self._ask_model_info()
         return self._info
+
+    async def refresh_model_info(self) -> ModelInfo:
+        """Asks anew: a server that was away may have come back with other weights."""
+        async with self._info_lock:
+            self._info = await self._ask_model_info()
+        return self._info
+
+    async def ask_requests(self) -> int:
+        """Requests that run or wait at the server, whoever sent them. Asked once. Raises EngineUnavailableError."""
+        path = "/v1/loads?include=core"
+        answer = await self._controls[0].get_json(path, timeout_seconds=self._settings.control_timeout_seconds)
+        try:
+            return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in answer["loads"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineUnavailableError(f"{self.base_url}{path} cannot be read: {error!r}") from error
 
     async def encode(self, text: str) -> list[int]:
         return await self._tokenize({"prompt": text, "add_special_tokens": False})
@@ -157,8 +180,8 @@ class SglangEngine:
             failed = 0
             while True:
                 try:
-                    return await self._attempt(body, flight)
-                except _AttemptFailedError as failure:
+                    return await self._attempt(body, flight, fresh=failed > 0)
+                except AttemptFailedError as failure:
                     failed += 1
                     if failed >= retry.attempts:
                         raise EngineUnavailableError(
@@ -197,14 +220,14 @@ class SglangEngine:
 
     # -- one attempt
 
-    async def _attempt(self, body: dict[str, Any], flight: Flight) -> Generation:
+    async def _attempt(self, body: dict[str, Any], flight: Flight, *, fresh: bool) -> Generation:
         rid = f"{flight.rid}~{self._nonce}{next(self._attempt_numbers)}"
         newest: bytes | None = None
         over = False
         try:
             async with flight.watched(self._settings.first_token_timeout_seconds):
                 flight.engine_rid = rid
-                async with self._http.post("/generate", body | {"rid": rid}) as response:
+                async with self._http.post("/generate", body | {"rid": rid}, fresh=fresh) as response:
                     if response.status != HTTP_OK:
                         content = await response.read()
                         over = True
@@ -260,7 +283,7 @@ class SglangEngine:
         if flight.abort_requested:
             return partial
         if not partial.token_ids and not flight.was_cut:
-            raise _AttemptFailedError(reason)
+            raise AttemptFailedError(reason)
         if flight.was_cut:
             reason = "the engine was closed"
         raise EngineUnavailableError(
@@ -268,8 +291,11 @@ class SglangEngine:
         )
 
     async def _abort_at_server(self, rid: str) -> None:
+        await asyncio.gather(*(self._abort_at(client, rid) for client in self._controls))
+
+    async def _abort_at(self, client: HttpClient, rid: str) -> None:
         try:
-            await self._http.post_json(
+            await client.post_json(
                 "/abort_request", {"rid": rid}, timeout_seconds=self._settings.control_timeout_seconds
             )
         except EngineUnavailableError:
@@ -278,19 +304,31 @@ class SglangEngine:
 
     # -- what the server is
 
+    def _client(self, base_url: str) -> HttpClient:
+        return HttpClient(
+            base_url,
+            keepalive_seconds=self._settings.keepalive_seconds,
+            connect_timeout_seconds=self._settings.connect_timeout_seconds,
+        )
+
+    async def _close_clients(self) -> None:
+        for client in (self._http, *self._controls):
+            await client.close()
+
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
         answer = await self._control("/v1/tokenize", body)
         return [int(token_id) for token_id in answer["tokens"]]
 
     async def _control(self, path: str, body: Any = None) -> Any:
-        """An idempotent call, with retries. Raises EngineUnavailableError."""
+        """An idempotent call, with retries, by one worker after another. Raises EngineUnavailableError."""
         retry, timeout = self._settings.retry, self._settings.control_timeout_seconds
         failed = 0
         while True:
+            client = self._controls[failed % len(self._controls)]
             try:
                 if body is None:
-                    return await self._http.get_json(path, timeout_seconds=timeout)
-                return await self._http.post_json(path, body, timeout_seconds=timeout)
+                    return await client.get_json(path, timeout_seconds=timeout)
+                return await client.post_json(path, body, timeout_seconds=timeout)
             except EngineUnavailableError:
                 failed += 1
                 if failed >= retry.attempts:
@@ -310,13 +348,19 @@ class SglangEngine:
         if context_length is None:
             raise EngineUnavailableError(f"{self._http.base_url} does not tell its context: set context_length")
         self._ignores_seeds = not server.get("enable_deterministic_inference")
+        name = str(model.get("served_model_name") or model["model_path"])
         return ModelInfo(
-            name=str(model.get("served_model_name") or model["model_path"]),
-            vocab_size=self._settings.vocab_size or await self._ask_vocab_size(),
+            name=name,
+            vocab_size=self._settings.vocab_size or self._known_vocab_size(name) or await self._ask_vocab_size(),
             context_length=int(context_length),
             weight_version=str(model.get("weight_version") or "default"),
             log_prob_kind=LogProbKind.SAMPLED,
+            default_max_new_tokens=self._settings.default_max_new_tokens,
         )
+
+    def _known_vocab_size(self, name: str) -> int | None:
+        """Of the same model as before: while a server is paused the question below gets no answer."""
+        return self._info.vocab_size if self._info is not None and self._info.name == name else None
 
     async def _ask_vocab_size(self) -> int:
         """No endpoint tells it, but the refusal of an impossible log-prob question does. Nothing is generated."""
@@ -329,7 +373,7 @@ class SglangEngine:
         try:
             async with (
                 asyncio.timeout(self._settings.control_timeout_seconds),
-                self._http.post("/generate", question) as response,
+                self._controls[0].post("/generate", question) as response,
             ):
                 said = VALID_IDS.search(error_message(await response.read()))
         except LOST_CONNECTION as error:
@@ -353,30 +397,3 @@ class SglangEngine:
         info, spans = self._info, generation.weight_spans
         if info is not None and spans and spans[-1].version != info.weight_version:
             self._info = msgspec.structs.replace(info, weight_version=spans[-1].version)
-
-
-# -- the wire
-
-
-def generate_body(request: GenerationRequest, settings: SglangSettings) -> dict[str, Any]:
-    """The body of /generate, without rid. What the request leaves unsaid is left to the server, but for the length."""
-    sampling = {field: value for field, value in msgspec.structs.asdict(request.sampling).items() if value is not None}
-    sampling.setdefault("max_new_tokens", settings.default_max_new_tokens)
-    if settings.stream_interval is not None:
-        sampling["stream_interval"] = settings.stream_interval
-    body = {
-        "input_ids": list(request.token_ids),
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "stream": True,
-    }
-    return body | {"session_id": request.session_id} if request.session_id else body
-
-
-def refusal(status: int, message: str) -> Exception:
-    """What a status other than 200 means for the request."""
-    if status >= SERVER_ERRORS or status == TOO_MANY_REQUESTS:
-        return _AttemptFailedError(f"status {status}: {message}")
-    if CONTEXT_OVERFLOW.search(message):
-        return ContextOverflowError(f"SGLang refused the request: {message}")
-    return EngineRejectedError(f"SGLang refused the request ({status}): {message}")

@@ -102,6 +102,10 @@ class WithExamplesEngine:
         self._openings: list[_Opening] = []
         self._learning = asyncio.Lock()
 
+    @property
+    def base(self) -> GenerationEngine:
+        return self._base
+
     async def start(self) -> None:
         """Learns what the examples are in tokens. Raises EngineUnavailableError when they leave no room."""
         openings = await self._learnt()

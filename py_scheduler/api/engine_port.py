@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from py_scheduler.domain.explanations import TaskExplanation
+    from py_scheduler.domain.generation import GenerationState, PauseMode, WeightUpdate
     from py_scheduler.domain.leases import (
         AcquireRequest,
         CapacityView,
@@ -46,6 +47,18 @@ class PlacementPort(Protocol):
     def explain(self, demand: PlacementDemand) -> PlacementView: ...
 
 
+class GenerationPort(Protocol):
+    """Pauses and weights of the language models."""
+
+    async def pause(self, role: str, mode: PauseMode) -> GenerationState: ...
+
+    async def resume(self, role: str) -> GenerationState: ...
+
+    async def update_weights(self, role: str, update: WeightUpdate) -> GenerationState: ...
+
+    async def states(self, *roles: str) -> list[GenerationState]: ...
+
+
 class EnginePort(Protocol):
     @property
     def store_epoch(self) -> bytes: ...
@@ -58,6 +71,9 @@ class EnginePort(Protocol):
 
     @property
     def leases(self) -> PlacementPort: ...
+
+    @property
+    def generation(self) -> GenerationPort: ...
 
     async def submit(self, request: SubmitRequest) -> SubmitReply: ...
 

@@ -11,6 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from py_scheduler._generated.rollout_scheduler.v1 import (
+    generation_service_pb2,
+    generation_service_pb2_grpc,
     placement_service_pb2,
     placement_service_pb2_grpc,
     rollout_service_pb2,
@@ -19,6 +21,7 @@ from py_scheduler._generated.rollout_scheduler.v1 import (
     scheduler_service_pb2_grpc,
 )
 from py_scheduler.api.boundary import Boundary
+from py_scheduler.api.generation_servicer import GenerationServicer
 from py_scheduler.api.health import HealthServicer
 from py_scheduler.api.placement_servicer import PlacementServicer
 from py_scheduler.api.rollout_servicer import RolloutServicer
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 SCHEDULER_SERVICE = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 PLACEMENT_SERVICE = placement_service_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
 ROLLOUT_SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+GENERATION_SERVICE = generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+_OWN_SERVICES = (SCHEDULER_SERVICE, PLACEMENT_SERVICE, ROLLOUT_SERVICE, GENERATION_SERVICE)
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _STREAMS_END_SECONDS = 3.0
 
@@ -46,14 +51,15 @@ class ApiServer:
     ) -> None:
         self._settings = settings
         self._servicer = SchedulerServicer(engine, version, settings.max_tasks_per_call)
-        self._health = HealthServicer([SCHEDULER_SERVICE, PLACEMENT_SERVICE, ROLLOUT_SERVICE])
+        self._health = HealthServicer(_OWN_SERVICES)
         self._server = grpc.aio.server(interceptors=[Boundary()], options=_options(settings))
         scheduler_service_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
         placement_service_pb2_grpc.add_PlacementServiceServicer_to_server(PlacementServicer(engine), self._server)
         rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(engine, rollouts), self._server)
+        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(engine), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if settings.reflection:
-            names = [SCHEDULER_SERVICE, PLACEMENT_SERVICE, ROLLOUT_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
+            names = [*_OWN_SERVICES, HEALTH_SERVICE, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, self._server)
 
     @property

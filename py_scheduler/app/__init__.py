@@ -19,7 +19,7 @@ from py_scheduler.app.building import (
     make_sandbox,
 )
 from py_scheduler.app.engines import build_generation
-from py_scheduler.app.serving import in_process, run, running, serve, start_engines, stop_limit_seconds
+from py_scheduler.app.serving import in_process, open_front, run, running, serve, start_engines, stop_limit_seconds
 
 __all__ = [
     "Parts",
@@ -31,6 +31,7 @@ __all__ = [
     "cluster_nodes",
     "in_process",
     "make_sandbox",
+    "open_front",
     "run",
     "running",
     "serve",

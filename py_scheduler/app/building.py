@@ -37,6 +37,7 @@ from py_scheduler.scheduler.engine import Engine
 from py_scheduler.version import version
 
 if TYPE_CHECKING:
+    from py_scheduler.api.generation_http import GenerationHttp
     from py_scheduler.config import ClusterSettings
     from py_scheduler.domain.data import DataSource
     from py_scheduler.domain.ports import GenerationEngine
@@ -51,7 +52,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """A whole server, built and not started. `steps` drives whole steps over the scheduler, `desk` from afar."""
+    """A whole server, built and not started. `steps` drives whole steps over the scheduler, `desk` from afar; `front`
+    lets clients of OpenAI's API into episodes.
+    """
 
     engines: dict[str, GenerationEngine]
     scheduler: Engine
@@ -59,6 +62,7 @@ class Parts:
     desk: StepDesk
     api: ApiServer
     config: Config = field(default_factory=Config)
+    front: GenerationHttp | None = None
 
 
 def build(config: Config, base_dir: Path) -> Parts:
@@ -82,17 +86,19 @@ def build(config: Config, base_dir: Path) -> Parts:
     if faults:
         raise ConfigError(faults)
     _tell(specs, pool, config)
-    settings = config.scheduler
+    settings, clock = config.scheduler, LoopClock()
+    front = _build_front(config, engines, clock)
     scheduler = Engine(
         specs=specs,
         pool=pool,
         generation_engines=engines,
         journal=MemoryJournal(retained_events=settings.retained_events, retained_bytes=settings.retained_bytes),
-        clock=LoopClock(),
+        clock=clock,
         settings=settings,
         batching_strategy=batching_strategy,
         default_sampling=config.sampling,
         default_stopping=config.stopping,
+        api_front=front,
     )
     steps = TaskScheduler(
         scheduler,
@@ -105,7 +111,15 @@ def build(config: Config, base_dir: Path) -> Parts:
     )
     desk = StepDesk(steps)
     api = ApiServer(scheduler, version(), config.server, desk)
-    return Parts(engines=engines, scheduler=scheduler, steps=steps, desk=desk, api=api, config=config)
+    return Parts(engines=engines, scheduler=scheduler, steps=steps, desk=desk, api=api, config=config, front=front)
+
+
+def _build_front(config: Config, engines: dict[str, GenerationEngine], clock: LoopClock) -> GenerationHttp | None:
+    if not (config.gateway.socket or config.gateway.listen):
+        return None
+    from py_scheduler.api.generation_http import GenerationHttp  # noqa: PLC0415 - most servers need none
+
+    return GenerationHttp(config.gateway, engines, clock)
 
 
 def _artifact_root(artifact_dir: str, faults: list[FieldViolation]) -> Path:
@@ -195,6 +209,8 @@ def _build_spec(evaluator: EvaluatorSettings, key: str) -> EvaluatorSpec:
         run_timeout_seconds=evaluator.run_timeout_seconds,
         eval_timeout_seconds=evaluator.eval_timeout_seconds,
         solve_threshold=evaluator.solve_threshold,
+        on_weight_update=evaluator.on_weight_update,
+        mask_off_policy_prefix=evaluator.mask_off_policy_prefix,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from py_scheduler.config import Config, collecting, convert_table
 from py_scheduler.errors import ConfigError, FieldViolation
@@ -60,10 +61,7 @@ def _build_engine(
     rest = dict(table)
     kind = rest.pop("kind", None)
     if kind == "sglang":
-        from py_scheduler.adapters.sglang import SglangEngine, SglangSettings  # noqa: PLC0415
-
-        base_url = _text(rest, "base_url", f"{key}.base_url", 'such as "http://127.0.0.1:30000"')
-        return SglangEngine(base_url, settings=convert_table(rest, SglangSettings, key))
+        return _build_sglang(rest, key)
     if kind == "embedded":
         from py_scheduler.adapters.llama_cpp import LlamaCppEngine, LlamaCppSettings  # noqa: PLC0415
 
@@ -72,6 +70,62 @@ def _build_engine(
     if kind == _WITH_EXAMPLES:
         return _build_with_examples(rest, key, base_dir, engines)
     raise ConfigError(f'is {kind!r}, must be "embedded", "sglang" or "{_WITH_EXAMPLES}"', f"{key}.kind")
+
+
+def _build_sglang(table: dict[str, Any], key: str) -> GenerationEngine:
+    """One server, a router with its workers, or several servers, as `base_url` and `base_urls` say."""
+    from py_scheduler.adapters.sglang import SglangEngine, SglangSettings  # noqa: PLC0415 - like the other adapters
+
+    faults: list[FieldViolation] = []
+    addresses = {name: table.pop(name) for name in ("base_url", "base_urls", "control_urls") if name in table}
+    if "base_urls" in addresses:
+        faults += [
+            FieldViolation(f"{key}.{name}", "base_urls are asked directly: leave one of the two out")
+            for name in addresses
+            if name != "base_urls"
+        ]
+        fleet = table.pop("fleet", {})
+    else:
+        addresses.setdefault("base_url", None)
+    for name, value in addresses.items():
+        faults += _address_faults(value if name != "base_url" else [value], f"{key}.{name}")
+    if faults:
+        raise ConfigError(faults)
+    if "base_urls" in addresses:
+        from py_scheduler.adapters._fleet_settings import FleetSettings  # noqa: PLC0415
+        from py_scheduler.adapters.sglang_fleet import SglangFleet  # noqa: PLC0415
+
+        with collecting(faults):
+            settings = convert_table(table, SglangSettings, key)
+        with collecting(faults):
+            fleet = convert_table(fleet, FleetSettings, f"{key}.fleet")
+        if faults:
+            raise ConfigError(faults)
+        return SglangFleet(addresses["base_urls"], settings=settings, fleet=fleet)
+    settings = convert_table(table, SglangSettings, key)
+    return SglangEngine(addresses["base_url"], control_urls=addresses.get("control_urls", ()), settings=settings)
+
+
+def _address_faults(urls: object, key: str) -> list[FieldViolation]:
+    example = 'such as "http://127.0.0.1:30000"'
+    if not isinstance(urls, list) or not urls:
+        return [FieldViolation(key, f"must be a list of one or more addresses, {example}")]
+    if bad := [url for url in urls if not _is_address(url)]:
+        said = "is missing or no address" if bad == [None] else f"{bad[0]!r} is no address"
+        return [FieldViolation(key, f"{said}: {example}")]
+    if len({url.rstrip("/") for url in urls}) < len(urls):
+        return [FieldViolation(key, "names an address twice")]
+    return []
+
+
+def _is_address(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        parts = urlsplit(value)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is no number
+        return False
 
 
 def _build_with_examples(
@@ -109,10 +163,3 @@ def _gguf_path(value: object, key: str, base_dir: Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"is absent, and {path} is not there: run `py-scheduler fetch-model`, or name a file", key)
     return path
-
-
-def _text(table: dict[str, Any], name: str, key: str, example: str) -> str:
-    value = table.pop(name, None)
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"is missing or no text: {example}", key)
-    return value

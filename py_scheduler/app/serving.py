@@ -47,8 +47,12 @@ async def serve(config: Config, base_dir: Path, announce: Callable[[str], None],
     async with AsyncExitStack() as stack:
         stack.push_async_callback(parts.api.stop)
         address = parts.api.bind()
+        if parts.front is not None:
+            stack.push_async_callback(parts.front.close)
+            _log.info("generation gateway: listening on %s", ", ".join(parts.front.bind()))
         if not await start_engines(parts, stack, stop):
             return 0
+        await open_front(parts, stack)
         await stack.enter_async_context(running(parts))
         # Before the scheduler's own end: streams must not outlive it.
         stack.push_async_callback(parts.api.stop)
@@ -80,8 +84,15 @@ async def in_process(config: Config, base_dir: Path) -> AsyncIterator[TaskSchedu
     parts = build(msgspec.structs.replace(config, rollout=rollout), base_dir)
     async with AsyncExitStack() as stack:
         await start_engines(parts, stack, asyncio.Event())
+        await open_front(parts, stack)
         await stack.enter_async_context(parts.scheduler)
         yield await stack.enter_async_context(parts.steps)
+
+
+async def open_front(parts: Parts, stack: AsyncExitStack) -> None:
+    """Before the scheduler plays anything, so that it closes after the last episode."""
+    if parts.front is not None:
+        await stack.enter_async_context(parts.front)
 
 
 async def start_engines(parts: Parts, stack: AsyncExitStack, stop: asyncio.Event) -> bool:
@@ -114,7 +125,7 @@ async def _start_engine(parts: Parts, role: str, ready: dict[str, asyncio.Event]
     try:
         await engine.start()
     except EngineUnavailableError as error:
-        key = "base_url" if "base_url" in table else "kind"
+        key = next((name for name in ("base_url", "base_urls") if name in table), "kind")
         raise EngineUnavailableError(f"generation.{role}.{key}: the engine does not start: {error}") from error
     ready[role].set()
     _log.info("engine %s: %s is ready after %.1f s", role, kind, time.monotonic() - begun)

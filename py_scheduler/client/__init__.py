@@ -9,6 +9,11 @@ Schedulers that live elsewhere lease room of the same pool with `PlacementClient
     async with PlacementClient("127.0.0.1:50051") as client, client.lease(Resource(gpu=0.5), 8) as lease:
         ...
 
+Trainers change the weights between steps with `GenerationClient` or `BlockingGenerationClient`:
+
+    async with GenerationClient("127.0.0.1:50051") as client, client.paused():
+        await client.update_weights("/checkpoints/7", "step-7")
+
 Every error is one of the tree in `py_scheduler.errors`.
 """
 
@@ -16,16 +21,20 @@ from __future__ import annotations
 
 from py_scheduler.client._aio import SchedulerClient, Submission
 from py_scheduler.client._blocking import BlockingSchedulerClient
+from py_scheduler.client._blocking_generation import BlockingGenerationClient
 from py_scheduler.client._blocking_placement import BlockingHeldLease, BlockingPlacementClient
+from py_scheduler.client._generation import GenerationClient
 from py_scheduler.client._held_lease import HeldLease
 from py_scheduler.client._placement import PlacementClient
 from py_scheduler.client._rollout import RolloutEvent
 from py_scheduler.client._steps import StepEvent
 
 __all__ = [
+    "BlockingGenerationClient",
     "BlockingHeldLease",
     "BlockingPlacementClient",
     "BlockingSchedulerClient",
+    "GenerationClient",
     "HeldLease",
     "PlacementClient",
     "RolloutEvent",

@@ -18,7 +18,7 @@ import msgspec
 
 from py_scheduler import app
 from py_scheduler.commands.try_view import Trial, show_json, show_trial
-from py_scheduler.config import Config, convert_config, load_config
+from py_scheduler.config import Config, GatewaySettings, convert_config, load_config
 from py_scheduler.containment import contained_task
 from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.requests import EventFilter, SubmitRequest
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.engine import Engine
 
 _EVALUATOR_ID = "tried"
+_GATEWAY = GatewaySettings(listen="127.0.0.1:0")
 _MAX_FRAMES = 8
 _PLAYER = "py_scheduler.execution.play"
 """The logger that gets what handlers raise."""
@@ -83,12 +84,19 @@ def run_try(request: TryRequest, console: Console) -> int:
 
 
 def _read_config(request: TryRequest) -> Config:
-    """A configuration of one evaluator. Raises ConfigError."""
+    """A configuration of one evaluator. Raises ConfigError.
+
+    Its gateway listens on a port of its own: the server of the same configuration may be running.
+    """
     arguments = None if request.handler_args is None else _object(request.handler_args, "--args")
     engines = _engines(request.engine)
     if request.config_file is None:
         evaluator: dict[str, Any] = {"evaluator_id": _EVALUATOR_ID, "handler": request.handler, "resource": {}}
-        tables = {"generation": engines, "evaluator": [evaluator | {"handler_args": arguments or {}}]}
+        tables = {
+            "gateway": {"listen": _GATEWAY.listen},
+            "generation": engines,
+            "evaluator": [evaluator | {"handler_args": arguments or {}}],
+        }
         return convert_config(tables)
     config = load_config(request.config_file, overrides_of({}, os.environ))
     found = [known for known in config.evaluator if request.handler in {known.handler, known.evaluator_id}]
@@ -99,6 +107,7 @@ def _read_config(request: TryRequest) -> Config:
     return msgspec.structs.replace(
         config,
         evaluator=(msgspec.structs.replace(found[0], **changes),),
+        gateway=_GATEWAY,
         generation=config.generation if request.engine is None else engines,
         # Other tasks than the one that is tried are not opened.
         dataset=(),
@@ -159,6 +168,7 @@ async def _try(config: Config, base_dir: Path, task: Task, warnings: list[str]) 
         parts = app.build(config, base_dir)
         async with AsyncExitStack() as stack:
             await app.start_engines(parts, stack, asyncio.Event())
+            await app.open_front(parts, stack)
             scheduler = await stack.enter_async_context(parts.scheduler)
             info = await scheduler.server_info(version())
             request = SubmitRequest(request_id="try-handler", key=SubmissionKey(0), tasks=(task,))

@@ -13,5 +13,6 @@ from py_scheduler.config.tables import UNIX_PREFIX as UNIX_PREFIX
 from py_scheduler.config.tables import ClusterSettings as ClusterSettings
 from py_scheduler.config.tables import Config as Config
 from py_scheduler.config.tables import EvaluatorSettings as EvaluatorSettings
+from py_scheduler.config.tables import GatewaySettings as GatewaySettings
 from py_scheduler.config.tables import SchedulerSettings as SchedulerSettings
 from py_scheduler.config.tables import ServerSettings as ServerSettings

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from py_scheduler.config.tables import Config, EvaluatorSettings, ServerSettings
+    from py_scheduler.config.tables import Config, EvaluatorSettings, GatewaySettings, ServerSettings
     from py_scheduler.rollout.settings import RolloutSettings
     from py_scheduler.rollout.sources import SourceSettings
 
@@ -32,16 +32,11 @@ _MAX_STOP_GRACE_SECONDS = 600.0
 def check(config: Config) -> Iterator[FieldViolation]:
     """Everything that is wrong with a configuration whose types are right."""
     yield from _check_listen(config.server)
+    yield from _check_gateway(config.gateway)
     yield from _check_numbers(config.scheduler, "scheduler")
     yield from _check_numbers(config.cluster, "cluster")
     yield from _check_numbers(config.server, "server")
-    if config.scheduler.max_running_samples < 1:
-        yield FieldViolation("scheduler.max_running_samples", "must be at least 1, or nothing would ever run")
-    if _MAX_STOP_GRACE_SECONDS < config.scheduler.stop_grace_seconds < math.inf:
-        yield FieldViolation("scheduler.stop_grace_seconds", f"must be at most {_MAX_STOP_GRACE_SECONDS:g}")
-    strategy = config.scheduler.batching_strategy
-    if strategy and not _HANDLER.match(strategy):
-        yield FieldViolation("scheduler.batching_strategy", f'is {strategy!r}, must be "module:function"')
+    yield from _check_scheduler(config)
     yield from _prefixed("sampling", check_sampling(config.sampling))
     yield from _prefixed("stopping", check_stopping(config.stopping))
     for role in config.generation:
@@ -57,10 +52,26 @@ def check(config: Config) -> Iterator[FieldViolation]:
         yield from _check_evaluator(evaluator, key)
         if evaluator.evaluator_id in ids[:number]:
             yield FieldViolation(f"{key}.evaluator_id", f"{evaluator.evaluator_id!r} is taken by another evaluator")
-
     yield from _check_rollout(config.rollout)
     for key in ("dataset", "eval_dataset"):
         yield from _check_sources(getattr(config, key), key, ids)
+
+
+def _check_scheduler(config: Config) -> Iterator[FieldViolation]:
+    if config.scheduler.max_running_samples < 1:
+        yield FieldViolation("scheduler.max_running_samples", "must be at least 1, or nothing would ever run")
+    for role, limit in config.scheduler.max_running_generations.items():
+        key = f"scheduler.max_running_generations.{role}"
+        if role not in config.generation:
+            known = ", ".join(config.generation) or "none"
+            yield FieldViolation(key, f"there is no such role (configured: {known}): add [generation.{role}]")
+        if limit < 1:
+            yield FieldViolation(key, "must be at least 1, or nothing would ever be generated")
+    if _MAX_STOP_GRACE_SECONDS < config.scheduler.stop_grace_seconds < math.inf:
+        yield FieldViolation("scheduler.stop_grace_seconds", f"must be at most {_MAX_STOP_GRACE_SECONDS:g}")
+    strategy = config.scheduler.batching_strategy
+    if strategy and not _HANDLER.match(strategy):
+        yield FieldViolation("scheduler.batching_strategy", f'is {strategy!r}, must be "module:function"')
 
 
 def _check_listen(server: ServerSettings) -> Iterator[FieldViolation]:
@@ -69,8 +80,8 @@ def _check_listen(server: ServerSettings) -> Iterator[FieldViolation]:
         if listen == UNIX_PREFIX:
             yield FieldViolation("server.listen", 'names no path: write "unix:/path/of/the.sock"')
         return
-    host, colon, port = listen.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) <= _MAX_PORT):
+    host = _host_of(listen)
+    if host is None:
         yield FieldViolation("server.listen", f'is {listen!r}, must be "host:port" or "unix:/path"')
     elif not _LOOPBACK.match(host) and not server.insecure_remote:
         yield FieldViolation(
@@ -78,6 +89,27 @@ def _check_listen(server: ServerSettings) -> Iterator[FieldViolation]:
             f"{host} is not loopback, and there is no TLS and no token yet: anybody who reaches the port could use the "
             "service. Listen on 127.0.0.1, or set server.insecure_remote = true on a network that you trust",
         )
+
+
+def _check_gateway(gateway: GatewaySettings) -> Iterator[FieldViolation]:
+    listen = gateway.listen
+    host = _host_of(listen)
+    if listen.startswith(UNIX_PREFIX):
+        yield FieldViolation("gateway.listen", 'must be "host:port": the path of a unix socket goes to gateway.socket')
+    elif listen and host is None:
+        yield FieldViolation("gateway.listen", f'is {listen!r}, must be "host:port"')
+    elif host is not None and not _LOOPBACK.match(host) and not gateway.insecure_remote:
+        yield FieldViolation(
+            "gateway.listen",
+            f"{host} is not loopback, and there is no TLS yet: keys and conversations could be read on the way. Listen "
+            "on 127.0.0.1, or set gateway.insecure_remote = true on a network that you trust",
+        )
+
+
+def _host_of(listen: str) -> str | None:
+    """Of "host:port"; None when it is no such thing."""
+    host, colon, port = listen.rpartition(":")
+    return host if colon and host and port.isdecimal() and int(port) <= _MAX_PORT else None
 
 
 def _check_evaluator(evaluator: EvaluatorSettings, key: str) -> Iterator[FieldViolation]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+from py_scheduler.domain.generation import OnWeightUpdate, SamplingParams, StoppingCriteria
 from py_scheduler.domain.limits import MAX_MESSAGE_BYTES, MAX_TASKS_PER_CALL
 from py_scheduler.domain.resources import Resource
 from py_scheduler.rollout.settings import RolloutSettings
@@ -39,6 +39,21 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 20.0
     event_loop: Literal["auto", "asyncio", "uvloop"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `[gateway]` table: where episodes can be reached over OpenAI's API; nowhere, when it is left out.
+
+    socket: path of a unix socket, in a folder of mode 0700. listen: "host:port" (port 0: any free one), whose host is
+    also what clients are told. insecure_remote: take a host off loopback although keys and conversations travel there
+    unencrypted.
+    max_body_bytes: of one request.
+    """
+
+    socket: str = ""
+    listen: str = ""
+    insecure_remote: bool = False
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 30)] = 8 << 20
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,12 +94,15 @@ class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     run_timeout_seconds: Positive | None = None
     eval_timeout_seconds: Positive | None = None
     solve_threshold: float = 1.0
+    on_weight_update: OnWeightUpdate = OnWeightUpdate.RESTART
+    mask_off_policy_prefix: bool = False
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file. `generation` maps a role (student, teacher) to its table, which the engine's adapter reads."""
 
     server: ServerSettings = ServerSettings()
+    gateway: GatewaySettings = GatewaySettings()
     cluster: ClusterSettings = ClusterSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     sampling: SamplingParams = SamplingParams()
@@ -103,4 +121,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             reuse = replace(reuse, reuse_dir=str(base_dir / reuse.reuse_dir))
         rollout = replace(self.rollout, artifact_dir=str(base_dir / self.rollout.artifact_dir), reuse=reuse)
         scheduler = replace(self.scheduler, workdir_root=workdir_root and str(base_dir / workdir_root))
-        return replace(self, rollout=rollout, scheduler=scheduler)
+        gateway = replace(self.gateway, socket=self.gateway.socket and str(base_dir / self.gateway.socket))
+        return replace(self, rollout=rollout, scheduler=scheduler, gateway=gateway)

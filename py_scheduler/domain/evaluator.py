@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from py_scheduler.domain.generation import ChatMessage, Generation, SamplingParams, StoppingCriteria
+from py_scheduler.domain.generation import (
+    ChatMessage,
+    Generation,
+    OnWeightUpdate,
+    SamplingParams,
+    StoppingCriteria,
+)
 from py_scheduler.domain.resources import PlacementToken, Resource
 from py_scheduler.domain.results import AgentResult, Reward, SampleDone
 
@@ -58,6 +64,25 @@ class Episode(Protocol):
         """A folder of this episode's own, made when it is first asked for and removed after the episode."""
         ...
 
+    @property
+    def api_base_url(self) -> str:
+        """For clients of OpenAI's API, as an agent that this handler runs may be one: where this episode's conversation
+        goes on, with the same record. Opened when it is first asked for, and closed with the episode.
+
+        Raises FailedPreconditionError when the gateway does not listen.
+        """
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """This episode's own, for `api_base_url` and `api_socket`; dead as soon as the episode is over."""
+        ...
+
+    @property
+    def api_socket(self) -> str:
+        """Path of the unix socket on which `api_base_url` is to be had too; empty when there is none."""
+        ...
+
     def choose_role(self) -> str:
         """Who generates the next turn: the teacher with probability `iteration.beta`, else the student.
 
@@ -85,8 +110,12 @@ class Episode(Protocol):
         """Appends environment tokens (loss mask 0) to the context."""
         ...
 
-    async def generate(self, *, role: str = STUDENT, max_new_tokens: int | None = None) -> Generation:
+    async def generate(
+        self, *, role: str = STUDENT, max_new_tokens: int | None = None, sampling: SamplingParams | None = None
+    ) -> Generation:
         """Continues the context; the new tokens (loss mask 1) are appended to it.
+
+        `sampling`: what this turn says itself; where it is silent, `self.sampling` holds.
 
         Raises ContextOverflowError, EngineUnavailableError, GenerationAbortedError; partial tokens are recorded too.
         """
@@ -126,6 +155,8 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     run_resource, eval_resource: what one sample holds in each phase. batch_size: tasks to a batch, None for no limit.
     run_timeout_seconds, eval_timeout_seconds: of one sample's phase; None for no limit.
     solve_threshold: a finished sample with at least this score is `solved`.
+    on_weight_update: what becomes of a turn that is being generated when a pause aborts it.
+    mask_off_policy_prefix: take tokens of older weights than a sample's newest out of its loss mask.
     """
 
     evaluator_id: str
@@ -139,6 +170,8 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     run_timeout_seconds: float | None = None
     eval_timeout_seconds: float | None = None
     solve_threshold: float = 1.0
+    on_weight_update: OnWeightUpdate = OnWeightUpdate.RESTART
+    mask_off_policy_prefix: bool = False
 
     @property
     def sample_resource(self) -> Resource:

@@ -17,12 +17,13 @@ from py_scheduler.errors import FieldViolation, InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+    from py_scheduler.domain.generation import SamplingParams, StoppingCriteria, WeightUpdate
     from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import TaskConfig
 
 MAX_NAME_LENGTH = 512
 """Characters of an id, label, namespace, task type or client key."""
+MAX_PATH_LENGTH = 4_096
 MAX_REPEAT_TIMES = 65_536
 MAX_GROUPS_PER_STEP = 100_000
 MAX_SAMPLES_PER_CALL = 500_000
@@ -143,6 +144,15 @@ def check_sampling(params: SamplingParams) -> Iterator[FieldViolation]:
 def check_stopping(criteria: StoppingCriteria) -> Iterator[FieldViolation]:
     """Criteria under which no episode could begin."""
     yield from _outside(criteria, _STOPPING_RANGES)
+
+
+def check_weight_update(update: WeightUpdate) -> Iterator[FieldViolation]:
+    path = update.model_path
+    if not path.startswith("/") or len(path) > MAX_PATH_LENGTH or not path.isprintable():
+        # Anything else could be the name of a model that the engine would fetch from a hub.
+        yield FieldViolation("model_path", f"must be an absolute path of at most {MAX_PATH_LENGTH} characters")
+    if fault := name_fault(update.weight_version):
+        yield FieldViolation("weight_version", fault)
 
 
 def check_dataset_config(metadata: Mapping[str, Any], dataset: str) -> Iterator[FieldViolation]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from py_scheduler.domain.events import EventRecord
-    from py_scheduler.domain.generation import ChatMessage, Generation, GenerationRequest, ModelInfo
+    from py_scheduler.domain.generation import (
+        ChatMessage,
+        Generation,
+        GenerationRequest,
+        ModelInfo,
+        PauseMode,
+        WeightUpdate,
+    )
 
 
 class TimerHandle(Protocol):
@@ -60,6 +67,41 @@ class GenerationEngine(Protocol):
     async def abort(self, rid: str) -> None:
         """Stops the generation of that rid; one that is unknown or over is not an error."""
         ...
+
+
+@runtime_checkable
+class GenerationControl(Protocol):
+    """What an engine has besides when its weights can be changed while it runs. Every call may be repeated.
+
+    Raises EngineUnavailableError when the engine did not answer, so that its state is unknown; EngineRejectedError when
+    it refused.
+    """
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when nothing is generated any more; what is asked for meanwhile waits. Another mode needs a resume
+        first.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Goes on; an engine that is not paused stays as it is."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Loads weights. A paused engine does so at once and stays paused; another finishes what it is generating."""
+        ...
+
+    async def weight_version(self) -> str:
+        """As the engine says now; empty when its servers have different ones."""
+        ...
+
+
+@runtime_checkable
+class DerivedEngine(Protocol):
+    """A GenerationEngine that asks another one: what pauses that one pauses both."""
+
+    @property
+    def base(self) -> GenerationEngine: ...
 
 
 class Journal(Protocol):

@@ -1,13 +1,15 @@
 """The tokens of one episode, as a trainer wants them: flat arrays of equal length, and what each stretch of them is.
 
 Invariants: `token_ids`, `log_probs` and `loss_mask` have one entry per token of the episode, in context order; the
-mask is 1 exactly on generated tokens; environment tokens have log-prob 0. Arrays are kept as little-endian bytes,
-because that is how they travel and are stored, and are read as numpy views without a copy.
+mask is 1 on generated tokens alone, and on all of them unless off-policy ones were left out; environment tokens have
+log-prob 0. Arrays are kept as little-endian bytes, because that is how they travel and are stored, and are read as
+numpy views without a copy.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from sys import byteorder
 from typing import TYPE_CHECKING
 
@@ -59,7 +61,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def loss_mask(self) -> NDArray[np.uint8]:
-        """Shape (tokens,), read-only: 1 where the model generated."""
+        """Shape (tokens,), read-only: 1 where the model generated what is to be learnt from."""
         return np.frombuffer(self.loss_mask_bytes, dtype="u1")
 
     def __len__(self) -> int:
@@ -67,7 +69,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def generated_tokens(self) -> int:
-        return self.loss_mask_bytes.count(1)
+        """All of them, also those that the loss mask leaves out."""
+        return sum([turn.end - turn.start for turn in self.turns if turn.source != ENVIRONMENT])
 
     @property
     def generated_turns(self) -> tuple[Turn, ...]:
@@ -141,16 +144,27 @@ class TrajectoryBuilder:
             )
         )
 
-    def build(self) -> Trajectory:
+    def build(self, *, mask_off_policy_prefix: bool = False) -> Trajectory:
+        """`mask_off_policy_prefix`: tokens of other weights than the newest of their source have loss mask 0."""
         if not self._turns:
             return EMPTY_TRAJECTORY
         return Trajectory(
             token_id_bytes=_little_endian(self.token_ids),
             log_prob_bytes=_little_endian(self._log_probs),
-            loss_mask_bytes=bytes(self._loss_mask),
+            loss_mask_bytes=bytes(self._on_policy_mask() if mask_off_policy_prefix else self._loss_mask),
             turns=tuple(self._turns),
             weight_spans=tuple(self._spans),
         )
+
+    def _on_policy_mask(self) -> bytearray:
+        mask = bytearray(self._loss_mask)
+        starts = [turn.start for turn in self._turns]
+        sources = [self._turns[bisect_right(starts, span.start) - 1].source for span in self._spans]
+        newest = {source: span.version for source, span in zip(sources, self._spans, strict=True)}
+        for source, span in zip(sources, self._spans, strict=True):
+            if span.version != newest[source]:
+                mask[span.start : span.end] = bytes(span.end - span.start)
+        return mask
 
 
 def _little_endian(values: array[int] | array[float]) -> bytes:

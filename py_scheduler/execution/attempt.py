@@ -1,7 +1,7 @@
 """One attempt from its plan to its report.
 
-Invariant: a stop is asked for at most once, and the cancellation it causes never leaves the attempt: the resident
-worker lives on.
+Invariants: a stop is asked for at most once, and the cancellation it causes never leaves the attempt: the resident
+worker lives on. A phase has its whole time whatever the pauses: its deadline moves by as long as its clock stood still.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, Timin
 from py_scheduler.domain.task import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from py_scheduler.domain.events import StopCause
     from py_scheduler.domain.iteration import IterationContext
+    from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.execution.evaluator import Evaluator
     from py_scheduler.execution.workers import Worker
@@ -51,10 +53,14 @@ class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
 class RunningAttempt:
     """An attempt that a worker is at, and the sample it has come to. Its times are monotonic seconds.
 
-    phase_deadline: when the present phase times out. stop_deadline: when a worker that was told to stop is given up.
+    phase_deadline: when the present phase times out, unless its clock stands still by then. stop_deadline: when a
+    worker that was told to stop is given up.
     """
 
     __slots__ = (
+        "_arm",
+        "_clock",
+        "_clock_stopped_at",
         "began_at",
         "began_unix_seconds",
         "evaluator",
@@ -62,6 +68,7 @@ class RunningAttempt:
         "is_over",
         "is_stranded",
         "node_ip",
+        "on_stop",
         "phase",
         "phase_deadline",
         "planned",
@@ -80,23 +87,29 @@ class RunningAttempt:
         evaluator: Evaluator,
         token: PlacementToken | None,
         worker: Worker,
-        began_at: float,
-        began_unix_seconds: float,
+        clock: Clock,
+        arm: Callable[[float, RunningAttempt], None],
     ) -> None:
+        """`arm` is told of every deadline of a phase."""
+        self._clock = clock
+        self._arm = arm
+        self._clock_stopped_at: float | None = None
         self.planned = planned
         self.evaluator = evaluator
         self.token = token
         self.node_ip = token.node_ip if token is not None else ""
         self.gpu_ids: tuple[int, ...] = tuple(token.gpu_ids) if token is not None else ()
         self.worker = worker
-        self.began_at = began_at
-        self.began_unix_seconds = began_unix_seconds
+        self.began_at = clock.monotonic()
+        self.began_unix_seconds = clock.unix_time()
         self.sample_no = planned.first_sample_no
         self.phase = "run"
         self.phase_deadline: float | None = None
         self.stop_deadline: float | None = None
         self.stop_cause: StopCause | None = None
         self.stop_reason = ""
+        self.on_stop: Callable[[], None] | None = None
+        """For what is at work beside the handler and would not be cancelled with it."""
         self.workdirs: list[Path] = []
         """What its episodes have made of their own, to be removed after the attempt."""
         self.is_over = False
@@ -107,12 +120,47 @@ class RunningAttempt:
     def ref(self) -> AttemptRef:
         return self.planned.ref
 
+    def begin_phase(self, phase: str, timeout_seconds: float | None) -> None:
+        self.phase = phase
+        self.phase_deadline = None
+        if timeout_seconds is not None:
+            now = self._clock.monotonic()
+            self.phase_deadline = now + timeout_seconds
+            if self._clock_stopped_at is not None:
+                self._clock_stopped_at = now
+            self._arm(self.phase_deadline, self)
+
+    def stop_clock(self) -> None:
+        """The phase takes no time from now on."""
+        if self._clock_stopped_at is None:
+            self._clock_stopped_at = self._clock.monotonic()
+
+    def start_clock(self) -> None:
+        stopped_at, self._clock_stopped_at = self._clock_stopped_at, None
+        if stopped_at is not None and self.phase_deadline is not None:
+            self.phase_deadline += self._clock.monotonic() - stopped_at
+            self._arm(self.phase_deadline, self)
+
+    @property
+    def clock_stands_still(self) -> bool:
+        return self._clock_stopped_at is not None
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Left of the phase; None without a limit."""
+        if self.phase_deadline is None:
+            return None
+        now = self._clock.monotonic() if self._clock_stopped_at is None else self._clock_stopped_at
+        return max(0.0, self.phase_deadline - now)
+
     def stop(self, cause: StopCause, reason: str) -> bool:
         """Cancels what the handler is waiting for. False when it was told before or is over."""
         if self.is_over or self.stop_cause is not None:
             return False
         self.stop_cause = cause
         self.stop_reason = reason
+        if self.on_stop is not None:
+            self.on_stop()
         # A handler that, in its own turn, causes its own stop is not waiting: the check after its phase sees the cause.
         if asyncio.current_task() is not self.worker.task:
             self.worker.task.cancel()

@@ -19,6 +19,7 @@ from py_scheduler.domain.generation import (
     FinishReason,
     Generation,
     GenerationRequest,
+    OnWeightUpdate,
     SamplingParams,
     StoppingCriteria,
 )
@@ -32,16 +33,16 @@ from py_scheduler.errors import (
 from py_scheduler.execution.workdirs import Workdirs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from py_scheduler.domain.api_access import ApiAccess, ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.generation import ChatMessage
-    from py_scheduler.domain.iteration import IterationContext
-    from py_scheduler.domain.ports import Clock, GenerationEngine
-    from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.task import Sample
-
+    from py_scheduler.execution.attempt import RunningAttempt
+    from py_scheduler.execution.generation_gateway import GenerationGateway
 
 logger = logging.getLogger(__name__)
 
@@ -61,31 +62,35 @@ _ONE_CONVERSATION = (
 
 
 class EpisodeServices:
-    """What all episodes of one scheduler share: the clock, the language models by role, the server's cascade level,
-    and where their folders are.
+    """What all episodes of one scheduler share: the clock, the gateway to the language models, the server's cascade
+    level, where their folders are, and what lets clients of OpenAI's API in.
     """
 
-    __slots__ = ("clock", "default_sampling", "default_stopping", "generation_engines", "workdirs")
+    __slots__ = ("api_front", "clock", "default_sampling", "default_stopping", "gateway", "workdirs")
 
     def __init__(
         self,
         clock: Clock,
-        generation_engines: Mapping[str, GenerationEngine],
+        gateway: GenerationGateway,
         default_sampling: SamplingParams = SamplingParams(),
         default_stopping: StoppingCriteria = StoppingCriteria(),
         workdirs: Workdirs | None = None,
+        api_front: ApiFront | None = None,
     ) -> None:
         self.clock = clock
-        self.generation_engines = generation_engines
+        self.gateway = gateway
         self.default_sampling = default_sampling
         self.default_stopping = default_stopping
         self.workdirs = workdirs or Workdirs()
+        self.api_front = api_front
 
 
 class HandlerEpisode:
     """One handler execution for one sample."""
 
     __slots__ = (
+        "_api",
+        "_attempt",
         "_builder",
         "_has_conversation",
         "_is_generating",
@@ -98,7 +103,6 @@ class HandlerEpisode:
         "attempt_no",
         "generate_seconds",
         "iteration",
-        "phase_deadline",
         "sample",
         "termination_reason",
         "token",
@@ -110,22 +114,20 @@ class HandlerEpisode:
         services: EpisodeServices,
         spec: EvaluatorSpec,
         sample: Sample,
-        attempt_no: int,
-        token: PlacementToken | None,
-        iteration: IterationContext | None,
-        workdirs: list[Path],
+        attempt: RunningAttempt,
     ) -> None:
         self._services = services
         self._spec = spec
         self.sample = sample
-        self.attempt_no = attempt_no
-        self.token = token
-        self.iteration = iteration
+        self._attempt = attempt
+        self.attempt_no = attempt.ref.attempt_no
+        self.token = attempt.token
+        self.iteration = attempt.planned.iteration
         self.termination_reason = ""
-        self.workdirs = workdirs
+        self.workdirs = attempt.workdirs
         """Gets the folder that this episode makes, for whoever removes it."""
         self._workdir: Path | None = None
-        self.phase_deadline: float | None = None
+        self._api: ApiAccess | None = None
         self.generate_seconds = 0.0
         self._has_conversation = False
         self._is_generating = False
@@ -170,9 +172,7 @@ class HandlerEpisode:
 
     @property
     def remaining_seconds(self) -> float | None:
-        if self.phase_deadline is None:
-            return None
-        return max(0.0, self.phase_deadline - self._services.clock.monotonic())
+        return self._attempt.remaining_seconds
 
     @property
     def workdir(self) -> Path:
@@ -184,11 +184,36 @@ class HandlerEpisode:
             self.workdirs.append(self._workdir)
         return self._workdir
 
+    @property
+    def api_base_url(self) -> str:
+        return self._opened_api().base_url
+
+    @property
+    def api_key(self) -> str:
+        return self._opened_api().api_key
+
+    @property
+    def api_socket(self) -> str:
+        return self._opened_api().socket_path
+
+    def _opened_api(self) -> ApiAccess:
+        """Made when it is first asked for."""
+        if self._api is None:
+            if self._is_over or self._attempt.stop_cause is not None:
+                raise FailedPreconditionError(_OVER)
+            if self._services.api_front is None:
+                raise FailedPreconditionError(
+                    'the generation gateway does not listen: set listen = "127.0.0.1:0" or a socket under [gateway]'
+                )
+            self._api = self._services.api_front.admit(self)
+            self._attempt.on_stop = self._api.end
+        return self._api
+
     def choose_role(self) -> str:
         """See `domain.evaluator.Episode.choose_role`."""
         if self.iteration is None or self.iteration.beta <= 0:
             return STUDENT
-        if TEACHER not in self._services.generation_engines:
+        if TEACHER not in self._services.gateway:
             raise FailedPreconditionError(
                 f"the iteration's beta is {self.iteration.beta:g}, and no generation engine has the role {TEACHER!r}: "
                 f"add [generation.{TEACHER}], or submit with beta 0"
@@ -205,10 +230,10 @@ class HandlerEpisode:
         return (int.from_bytes(digest) >> 11) / (1 << 53)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return await self._engine(STUDENT).encode_chat(messages)
+        return await self._services.gateway.engine(STUDENT).encode_chat(messages)
 
     async def encode(self, text: str) -> list[int]:
-        return await self._engine(STUDENT).encode(text)
+        return await self._services.gateway.engine(STUDENT).encode(text)
 
     async def observe_chat(self, messages: Sequence[ChatMessage]) -> None:
         """See `domain.evaluator.Episode.observe_chat`."""
@@ -225,19 +250,21 @@ class HandlerEpisode:
             raise ValueError(f"text must be a string of at most {_MAX_TEXT} characters")
         self._recorder().append_environment(token_ids, text)
 
-    async def generate(self, *, role: str = STUDENT, max_new_tokens: int | None = None) -> Generation:
+    async def generate(
+        self, *, role: str = STUDENT, max_new_tokens: int | None = None, sampling: SamplingParams | None = None
+    ) -> Generation:
         self._check_free()
         recorder = self._recorder()
         request = GenerationRequest(
             rid=f"{self._session_id}-{recorder.turns_generated}",
             token_ids=list(recorder.token_ids),
-            sampling=self._sampling_for(len(recorder.token_ids), max_new_tokens),
+            sampling=self._sampling_for(len(recorder.token_ids), max_new_tokens, sampling),
             session_id=self._session_id,
         )
         started = self._services.clock.monotonic()
         self._is_generating = True
         try:
-            generation = await self._generate_or_abort(self._engine(role), request, role)
+            generation = await self._generate_or_abort(request, role)
         except GenerationError as error:
             self._keep(error.partial, role)
             raise
@@ -252,6 +279,22 @@ class HandlerEpisode:
     def close(self) -> None:
         """What the handler left running can use the episode no more."""
         self._is_over = True
+        if self._api is not None:
+            self._api.end()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing can be recorded any more: false while a client's request is still being cut short."""
+        return self._api is None or self._api.is_quiet
+
+    async def wait_quiet(self) -> None:
+        if self._api is not None:
+            await self._api.wait_quiet()
+
+    @property
+    def client_failure(self) -> GenerationError | None:
+        """What the last request of a client ended with: what became of its agent is due to that."""
+        return None if self._api is None else self._api.failure
 
     def _check_free(self) -> None:
         """One context grows by one turn at a time: what is added beside a generation was never seen by the model."""
@@ -260,18 +303,19 @@ class HandlerEpisode:
         if self._is_generating:
             raise FailedPreconditionError("this episode is generating: wait for it before anything else is added")
 
-    async def _generate_or_abort(self, engine: GenerationEngine, request: GenerationRequest, role: str) -> Generation:
+    async def _generate_or_abort(self, request: GenerationRequest, role: str) -> Generation:
         """Generates; when the episode is stopped meanwhile, asks the engine for what it has made until then.
 
         The engine is given a moment for that. What it does not give in time is cancelled, which stops its work too.
         """
-        flight = asyncio.ensure_future(engine.generate(request))
+        gateway, resumes = self._services.gateway, self._spec.on_weight_update is OnWeightUpdate.RESUME
+        flight = asyncio.ensure_future(gateway.generate(role, request, clock=self._attempt, resumes=resumes))
         try:
             return await asyncio.shield(flight)
         except asyncio.CancelledError:
             try:
                 async with asyncio.timeout(_PARTIAL_SECONDS):
-                    await engine.abort(request.rid)
+                    await gateway.abort(request.rid)
                     self._keep(await flight, role)
             except GenerationError as error:
                 self._keep(error.partial, role)
@@ -288,7 +332,9 @@ class HandlerEpisode:
             self._recorder().append_generation(partial, role)
 
     def trajectory(self) -> Trajectory:
-        return self._builder.build() if self._builder else EMPTY_TRAJECTORY
+        if self._builder is None:
+            return EMPTY_TRAJECTORY
+        return self._builder.build(mask_off_policy_prefix=self._spec.mask_off_policy_prefix)
 
     @property
     def _session_id(self) -> str:
@@ -299,18 +345,11 @@ class HandlerEpisode:
             self._builder = TrajectoryBuilder()
         return self._builder
 
-    def _engine(self, role: str) -> GenerationEngine:
-        engine = self._services.generation_engines.get(role)
-        if engine is None:
-            known = ", ".join(self._services.generation_engines) or "none"
-            raise FailedPreconditionError(
-                f"no generation engine has the role {role!r} (configured: {known}): add [generation.{role}]"
-            )
-        return engine
-
-    def _sampling_for(self, context_len: int, max_new_tokens: int | None) -> SamplingParams:
-        """The episode's sampling, with max_new_tokens cut to what `max_context_len` leaves."""
-        sampling = self.sampling
+    def _sampling_for(
+        self, context_len: int, max_new_tokens: int | None, said: SamplingParams | None
+    ) -> SamplingParams:
+        """The episode's sampling under what is said of this turn, cut to what `max_context_len` leaves."""
+        sampling = self.sampling if said is None else resolve_sampling((said, self.sampling))
         wanted = max_new_tokens if max_new_tokens is not None else sampling.max_new_tokens
         limit = self.stopping.max_context_len
         if limit is not None:

@@ -84,15 +84,7 @@ class Evaluator:
         for sample_no in range(planned.first_sample_no, planned.first_sample_no + planned.sample_count):
             running.sample_no = sample_no
             sample = Sample(task_id=planned.ref.task_id, sample_no=sample_no, task=planned.task)
-            episode = HandlerEpisode(
-                services,
-                spec,
-                sample,
-                planned.ref.attempt_no,
-                running.token,
-                planned.iteration,
-                running.workdirs,
-            )
+            episode = HandlerEpisode(services, spec, sample, running)
             state, done = await play_sample(running, episode, spec, self._board, services.clock)
             samples.append(done)
             if state is not AttemptState.SUCCEEDED:

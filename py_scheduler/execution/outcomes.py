@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING
 
 from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.results import Outcome
-from py_scheduler.errors import ContextOverflowError, EngineUnavailableError, GenerationError, SandboxError
+from py_scheduler.errors import (
+    ContextOverflowError,
+    EngineUnavailableError,
+    GenerationError,
+    SandboxError,
+    TurnLimitError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _TYPES: tuple[tuple[type[BaseException], Outcome], ...] = (
     (ContextOverflowError, Outcome.CONTEXT_OVERFLOW),
+    (TurnLimitError, Outcome.MAX_TURNS),
     (EngineUnavailableError, Outcome.INFRA_CONN),
     (GenerationError, Outcome.INFRA_OTHER),
     (SandboxError, Outcome.INFRA_SANDBOX),

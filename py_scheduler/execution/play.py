@@ -77,10 +77,14 @@ async def play_sample(
     except GeneratorExit:
         raise
     except BaseException as raised:  # noqa: BLE001 -- no handler ends the service, by SystemExit or otherwise
-        play.outcome, error, state = classify_abort(raised), describe(raised), AttemptState.FAILED
+        # What a client's library makes of a failed generation, or a child process that ended over it, tells less.
+        play.outcome = classify_abort(episode.client_failure or raised)
+        error, state = describe(raised), AttemptState.FAILED
         who = f"sample {episode.sample.sample_no} of task {episode.sample.task_id}"
         _log_failure(who, running.phase, spec, error, raised)
     episode.close()
+    while not episode.is_quiet:
+        await _wait_quiet(episode, running.worker)
     await _absorb_cancellation(running.worker)
     if running.stop_cause is not None:
         state, play.outcome, error = running.stop_cause.attempt_state, running.stop_cause.outcome, running.stop_reason
@@ -97,13 +101,11 @@ async def _run_then_eval(
     clock: Clock,
 ) -> None:
     board.phase_begins(running, "run", spec.run_timeout_seconds)
-    episode.phase_deadline = running.phase_deadline
     result = play.result = _checked(await spec.handler.run(episode), AgentResult, spec, "run")
     if running.stop_cause is not None:
         return
     play.eval_at = clock.monotonic()
     board.phase_begins(running, "eval", spec.eval_timeout_seconds)
-    episode.phase_deadline = running.phase_deadline
     reward = play.reward = _checked_reward(await spec.handler.eval(episode, result), spec, "eval")
     play.outcome = classify_termination(reward.score, result.termination_reason, spec.solve_threshold)
 
@@ -199,6 +201,15 @@ async def _absorb_cancellation(worker: Worker) -> None:
             raise
     while worker.task.cancelling():
         worker.task.uncancel()
+
+
+async def _wait_quiet(episode: HandlerEpisode, worker: Worker) -> None:
+    """What clients of the episode have generated until now belongs to its record."""
+    try:
+        await episode.wait_quiet()
+    except asyncio.CancelledError:
+        if worker.is_closing:
+            raise
 
 
 def _text_only(said: object) -> str:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.chat_turns import following_tokens, text_of
 from py_scheduler.domain.generation import ChatMessage
-from py_scheduler.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import Episode
-
-_ASKED = ChatMessage("user", "?")
-_SAID = "ok"
 
 _MARKER = re.compile(
     r"<(?=[|\uff5c][^\s<>|\uff5c]{1,64}[|\uff5c]>|(?:/?s|bos|eos|pad|unk|(?:start|end)_of_turn)>)"
@@ -33,21 +30,9 @@ def without_markers(text: str) -> str:
 async def observe_reply(episode: Episode, content: str) -> None:
     """Appends a user's message behind what the model said: the end of its turn, the message, the opening of the next.
 
-    What stands in the context stays as it is, token for token. A chat template only encodes whole conversations, so a
-    short one is encoded, and what stands behind its answer is taken. Markers in the content are taken apart
-    (`without_markers`), because it is mostly what some tool has printed. Raises FailedPreconditionError when the
-    template changes an answer that is followed by something, since then no template of this model describes the
-    context.
+    What stands in the context stays as it is, token for token. Markers in the content are taken apart
+    (`without_markers`), because it is mostly what some tool has printed. Raises FailedPreconditionError as
+    `following_tokens`.
     """
-    content = without_markers(content)
-    before = [*await episode.encode_chat([_ASKED]), *await episode.encode(_SAID)]
-    whole = await episode.encode_chat([_ASKED, ChatMessage("assistant", _SAID), ChatMessage("user", content)])
-    if whole[: len(before)] != before:
-        raise FailedPreconditionError(
-            "this model's chat template rewrites earlier answers: use a template without that for several turns"
-        )
-    added = whole[len(before) :]
-    # A model that ended its turn by itself has already given the token that ends it.
-    if added and episode.token_ids and episode.token_ids[-1] == added[0]:
-        del added[0]
-    episode.observe(added, f"user: {content}")
+    reply = [ChatMessage("user", without_markers(content))]
+    episode.observe(await following_tokens(episode, reply), text_of(reply))

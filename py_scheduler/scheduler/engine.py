@@ -35,6 +35,7 @@ from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from py_scheduler.execution.episode import EpisodeServices
+from py_scheduler.execution.generation_gateway import GenerationGateway
 from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.admission import Admission
 from py_scheduler.scheduler.commands import AcceptTasks, StopTasks
@@ -52,6 +53,7 @@ from py_scheduler.scheduler.views import engine_view, evaluator_view
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
+    from py_scheduler.domain.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
@@ -96,6 +98,7 @@ class Engine:
         batching_strategy: BatchingStrategy = fifo_batching,
         default_sampling: SamplingParams = SamplingParams(),
         default_stopping: StoppingCriteria = StoppingCriteria(),
+        api_front: ApiFront | None = None,
     ) -> None:
         self._intake = Intake(specs, pool, batching_strategy)
         self._pool = pool
@@ -107,7 +110,10 @@ class Engine:
         self._event_log = EventLog(journal, settings.retained_events, settings.retained_bytes)
         self._recorder = Recorder(self._ledger, self._event_log)
         self._workdirs = Workdirs(settings.workdir_root)
-        services = EpisodeServices(clock, generation_engines, default_sampling, default_stopping, self._workdirs)
+        self.generation = GenerationGateway(generation_engines, settings.max_running_generations)
+        services = EpisodeServices(
+            clock, self.generation, default_sampling, default_stopping, self._workdirs, api_front
+        )
         self._supervisor = Supervisor(
             self._recorder, services, settings, self._requeue, self._slot_returned, self._room_is_stranded
         )

@@ -9,6 +9,8 @@ import msgspec
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """max_running_samples: resident workers at most, whatever the pool could hold.
+    max_running_generations: by role, how many generations are at its engine at once; others wait here, in order.
+    Roles that are not named have no limit.
     max_queued_tasks, max_queued_samples: open tasks and their samples at most; submits beyond are refused for now.
     max_bypass: how often later batches may be admitted past a blocked one.
     eval_weight: how much evals get of the room when training waits too, which counts 1. 0: only what training leaves;
@@ -23,6 +25,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     max_running_samples: int = 4096
+    max_running_generations: dict[str, int] = {}
     max_queued_tasks: int = 1_000_000
     max_queued_samples: int = 2_000_000
     max_bypass: int = 64

@@ -102,21 +102,15 @@ class Supervisor:
     ) -> RunningAttempt | None:
         if self.is_draining:
             return None
-        unix_seconds = self._clock.unix_time()
-        running = RunningAttempt(planned, evaluator, token, worker, self._clock.monotonic(), unix_seconds)
-        start = StartAttempt(planned.ref, running.node_ip, running.gpu_ids, unix_seconds)
+        running = RunningAttempt(planned, evaluator, token, worker, self._clock, self._deadlines.add)
+        start = StartAttempt(planned.ref, running.node_ip, running.gpu_ids, running.began_unix_seconds)
         if not self._recorder.record(start, planned.namespace):
             return None
         worker.running = self._running[planned.ref] = running
         return running
 
     def phase_begins(self, running: RunningAttempt, phase: str, timeout_seconds: float | None) -> None:
-        running.phase = phase
-        if timeout_seconds is None:
-            running.phase_deadline = None
-        else:
-            running.phase_deadline = self._clock.monotonic() + timeout_seconds
-            self._deadlines.add(running.phase_deadline, running)
+        running.begin_phase(phase, timeout_seconds)
 
     def end(self, running: RunningAttempt, report: AttemptReport) -> None:
         running.is_over = True
@@ -182,7 +176,7 @@ class Supervisor:
         if running.stop_cause is not None:
             if when == running.stop_deadline:
                 self._strand(running)
-        elif when == running.phase_deadline:
+        elif when == running.phase_deadline and not running.clock_stands_still:
             spec, phase = running.evaluator.spec, running.phase
             seconds = spec.run_timeout_seconds if phase == "run" else spec.eval_timeout_seconds
             self._stop(running, StopCause.PHASE_TIMEOUT, f"{phase}_timeout_seconds ({seconds:g}) passed")

@@ -34,6 +34,7 @@ from py_scheduler.errors import (
     SandboxError,
     SchedulerError,
     ServerError,
+    TurnLimitError,
     UnplaceableError,
 )
 
@@ -64,6 +65,7 @@ _REASONS: dict[type[SchedulerError], tuple[str, int]] = {
     EngineUnavailableError: ("ENGINE_UNAVAILABLE", code_pb2.UNAVAILABLE),
     EngineRejectedError: ("ENGINE_REJECTED", code_pb2.FAILED_PRECONDITION),
     ContextOverflowError: ("CONTEXT_OVERFLOW", code_pb2.INVALID_ARGUMENT),
+    TurnLimitError: ("TURN_LIMIT", code_pb2.FAILED_PRECONDITION),
     GenerationAbortedError: ("GENERATION_ABORTED", code_pb2.ABORTED),
     SandboxError: ("SANDBOX_FAILED", code_pb2.UNAVAILABLE),
     ModelFetchError: ("MODEL_FETCH", code_pb2.UNAVAILABLE),

@@ -120,6 +120,14 @@ def tried(folder: Path, capsys: pytest.CaptureFixture[str]) -> Tried:
     return run
 
 
+async def test_an_agent_that_speaks_openais_api_is_let_in_without_a_configuration(tried: Tried) -> None:
+    async with ScriptedSglang(opening="<assistant>") as server:
+        arguments = ["tests.support.chat_handlers:InlineAgent", "--prompt", "?", "--engine", server.base_url, "--json"]
+        code, text, _ = await asyncio.to_thread(tried, *arguments)
+    assert code == 0, text
+    assert [turn["source"] for turn in json.loads(text)["turns"]] == ["environment", "student"] * 3
+
+
 async def test_a_sample_through_the_configured_pool_and_a_real_engine_adapter(tried: Tried, folder: Path) -> None:
     task = {"prompt": "yes", "data": base64.b64encode(b"12345").decode(), "metadata": {"topic": "trees"}}
     (folder / "task.json").write_text(json.dumps(task))

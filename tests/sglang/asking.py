@@ -99,6 +99,10 @@ class RealSglang:
         while self._undo:
             await self.post(*self._undo.pop())
 
+    def forget(self) -> None:
+        """The server is gone, and what was set up with it."""
+        self._undo.clear()
+
     async def load(self) -> dict[str, Any]:
         async with self._session.get(f"{self.base_url}/v1/loads", params={"include": "core"}) as response:
             (load,) = msgspec.json.decode(await response.read())["loads"]

@@ -33,7 +33,7 @@ from py_scheduler.scheduler.event_log import KIND_OF_EVENT
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from py_scheduler.api.engine_port import PlacementPort
+    from py_scheduler.api.engine_port import GenerationPort, PlacementPort
     from py_scheduler.domain.explanations import TaskExplanation
 
 
@@ -45,6 +45,8 @@ class FakeEngine:
 
     leases: PlacementPort
     """Not faked: what leases needs an engine."""
+    generation: GenerationPort
+    """Likewise."""
 
     def __init__(self, *, finish_at_once: bool = False) -> None:
         self.store_epoch = os.urandom(16)

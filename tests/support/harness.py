@@ -19,6 +19,7 @@ from py_scheduler.scheduler.settings import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
+    from py_scheduler.domain.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
@@ -105,6 +106,7 @@ async def running_engine(
     generation_engines: Mapping[str, GenerationEngine] | None = None,
     batching_strategy: BatchingStrategy = fifo_batching,
     default_sampling: SamplingParams = SamplingParams(),
+    api_front: ApiFront | None = None,
 ) -> AsyncIterator[Harness]:
     if max_running_samples is not None:
         settings = EngineSettings(max_running_samples=max_running_samples)
@@ -117,6 +119,7 @@ async def running_engine(
         settings=settings or EngineSettings(),
         batching_strategy=batching_strategy,
         default_sampling=default_sampling,
+        api_front=api_front,
     )
     async with engine:
         yield Harness(engine)

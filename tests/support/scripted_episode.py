@@ -39,6 +39,18 @@ class ScriptedEpisode:
     def workdir(self) -> Path:
         raise NotImplementedError
 
+    @property
+    def api_base_url(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def api_key(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def api_socket(self) -> str:
+        raise NotImplementedError
+
     def choose_role(self) -> str:
         return "student"
 
@@ -56,6 +68,8 @@ class ScriptedEpisode:
         self.token_ids = [*self.token_ids, *token_ids]
         self.observed_text += text
 
-    async def generate(self, *, role: str = "student", max_new_tokens: int | None = None) -> Generation:
+    async def generate(
+        self, *, role: str = "student", max_new_tokens: int | None = None, sampling: SamplingParams | None = None
+    ) -> Generation:
         text = self._answer if isinstance(self._answer, str) else self._answer(self.messages[-1].content)
         return Generation(token_ids=[7], log_probs=[-0.5], text=text, finish_reason=self._reason)

@@ -68,22 +68,46 @@ class ScriptedSglang:
     streams_increments: bool = False
     tells_vocabulary: bool = True
     heeds_seeds: bool = False
+    model_name: str = "tiny"
+    vocab_size: int = VOCAB_SIZE
+    weight_version: str = "default"
+    port: int = 0
+    """0: any free one, and from then on that one, so that the server can come back to its place."""
+    foreign_requests: int = 0
+    """That others have sent: they count as load."""
+    is_router: bool = False
+    """sglang-router: it forwards generations, as if to a worker, and answers 404 to everything else."""
+    load_questions: int = 0
+    load_status: int = 200
+    tokenize_status: int = 200
+    opening: str = ""
+    """What the chat template puts behind a conversation, for the answer to go on from."""
+    is_paused: bool = False
+    health_questions: int = 0
 
     async def __aenter__(self) -> Self:
         self._changed = asyncio.Event()
         app = web.Application()
+        self._add_calls(app)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=1024, reuse_address=True)
+        await site.start()
+        host, self.port = self._runner.addresses[0][:2]
+        self.base_url = f"http://{host}:{self.port}"
+        return self
+
+    def _add_calls(self, app: web.Application) -> None:
+        app.router.add_post("/generate", self._generate)
+        if self.is_router:
+            return
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_post("/v1/tokenize", self._tokenize)
-        app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self.base_url = f"http://{host}:{port}"
-        return self
+        app.router.add_get("/v1/loads", self._loads)
+        for path in ("/health", "/ready"):
+            app.router.add_get(path, self._health)
 
     async def __aexit__(self, *_error: object) -> None:
         await self._runner.cleanup()
@@ -103,7 +127,11 @@ class ScriptedSglang:
 
     async def _model_info(self, _request: web.Request) -> web.Response:
         return web.json_response(
-            {"model_path": "/models/tiny", "served_model_name": "tiny", "weight_version": "default"}
+            {
+                "model_path": "/models/tiny",
+                "served_model_name": self.model_name,
+                "weight_version": self.weight_version,
+            }
         )
 
     async def _server_info(self, _request: web.Request) -> web.Response:
@@ -116,10 +144,26 @@ class ScriptedSglang:
             }
         )
 
+    async def _loads(self, request: web.Request) -> web.Response:
+        assert request.query["include"] == "core"
+        self.load_questions += 1
+        self._changed.set()
+        if self.load_status != 200:
+            return _error(self.load_status, "scripted", "error")
+        waiting = self.foreign_requests
+        return web.json_response({"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": waiting}]})
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        self.health_questions += 1
+        return web.Response(status=503 if self.is_paused else 200)
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         """One token per character; a conversation is its roles and contents in order."""
+        if self.tokenize_status != 200:
+            return _error(self.tokenize_status, "scripted", "error")
         body = await request.json()
-        text = body.get("prompt") or "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
+        said = "".join(f"<{m['role']}>{m['content']}" for m in body.get("messages", ()))
+        text = body.get("prompt") or said + self.opening
         return web.json_response({"tokens": [ord(c) for c in text], "count": len(text)})
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -135,7 +179,7 @@ class ScriptedSglang:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if body.get("token_ids_logprob") == [-1]:
-            said = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {VOCAB_SIZE})."
+            said = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {self.vocab_size})."
             return _error(400, said if self.tells_vocabulary else "no such thing", "error")
         self.bodies.append(body)
         self.connections.add(id(request.transport))
@@ -152,7 +196,7 @@ class ScriptedSglang:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         rid, ids, wanted = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
-        if any(not 0 <= token_id < VOCAB_SIZE for token_id in ids):
+        if any(not 0 <= token_id < self.vocab_size for token_id in ids):
             self.died_of = rid
             _drop(request)
             return response

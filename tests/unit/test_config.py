@@ -153,6 +153,17 @@ def test_only_an_evaluator_is_needed() -> None:
         (EVALUATOR + "[scheduler]\nbatching_strategy = 'fifo'", "scheduler.batching_strategy", "module:function"),
         (EVALUATOR + "[scheduler]\neval_weight = -1", "scheduler.eval_weight", "not negative"),
         (EVALUATOR + "[scheduler]\neval_weight = 'strict'", "scheduler.eval_weight", "one of a number, by_batch_id"),
+        (
+            EVALUATOR + "[generation.student]\n[scheduler]\nmax_running_generations = { student = 0 }",
+            "scheduler.max_running_generations.student",
+            "at least 1",
+        ),
+        (
+            EVALUATOR + "[scheduler]\nmax_running_generations = { judge = 1 }",
+            "scheduler.max_running_generations.judge",
+            "no such role",
+        ),
+        (EVALUATOR + 'on_weight_update = "forget"', "evaluator[0].on_weight_update", "forget"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = -1", "scheduler.stop_grace_seconds", "not negative"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = 601", "scheduler.stop_grace_seconds", "at most 600"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = inf", "scheduler.stop_grace_seconds", "finite"),

@@ -7,11 +7,13 @@ import re
 import runpy
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import pytest
 
+from py_scheduler.adapters._fleet_settings import FleetSettings
 from py_scheduler.adapters.llama_cpp import LlamaCppSettings
 from py_scheduler.adapters.sglang import SglangSettings
 from py_scheduler.adapters.with_examples import WithExamplesSettings
@@ -20,6 +22,8 @@ from py_scheduler.cli import main
 from py_scheduler.config import Config, convert_table, load_config, parse_config
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.results import AgentResult
+from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.integrations.reasoning_gym import ReasoningGymAgent
 from py_scheduler.knobs import overrides_of
 from py_scheduler.rollout.dagger import DAggerSchedule
@@ -61,6 +65,10 @@ def whole_example() -> str:
     text = text.replace(
         '[generation.teacher]\n#kind = "with_examples"', '[generation.examples]\n#kind = "with_examples"'
     )
+    text = text.replace(
+        '[generation.teacher]\n#kind = "sglang"\n#base_urls', '[generation.fleet]\n#kind = "sglang"\n#base_urls'
+    )
+    text = text.replace("[generation.teacher.fleet]", "[generation.fleet.fleet]")
     return re.sub(r"(?m)^#(?=[\[a-z])", "", text.replace(in_use, ""))
 
 
@@ -87,7 +95,13 @@ def keys_missing(table: dict[str, Any], target: type[msgspec.Struct], key: str =
 def test_the_example_shows_every_key_of_every_table() -> None:
     tables = tomllib.loads(whole_example())
     assert {key for key in keys_missing(tables, Config) if not key.startswith("eval_dataset.")} == set()
-    assert set(tables["generation"]["teacher"]) == {"kind", "base_url", *SglangSettings.__struct_fields__}
+    assert set(tables["generation"]["teacher"]) == {
+        "kind",
+        "base_url",
+        "control_urls",
+        *SglangSettings.__struct_fields__,
+    }
+    assert set(tables["generation"]["fleet"]["fleet"]) == set(FleetSettings.__struct_fields__)
     assert set(tables["generation"]["examples"]) == {"kind", *WithExamplesSettings.__struct_fields__}
 
 
@@ -97,22 +111,26 @@ def test_what_is_commented_out_shows_the_defaults() -> None:
     whole = parse_config(whole_example())
     assert whole.server == live.server
     left_out = {
-        name: getattr(whole.scheduler, name) for name in ("batching_strategy", "workdir_root", "max_wait_seconds")
+        name: getattr(whole.scheduler, name)
+        for name in ("batching_strategy", "workdir_root", "max_wait_seconds", "max_running_generations")
     }
     assert whole.scheduler == msgspec.structs.replace(live.scheduler, **left_out)
     assert whole.rollout == msgspec.structs.replace(live.rollout, dagger=DAggerSchedule())
     assert whole.dataset[0] == live.dataset[0]
     assert whole.eval_dataset == live.eval_dataset
     teacher = dict(whole.generation["teacher"])
-    for key in ("kind", "base_url", "vocab_size", "context_length"):
+    for key in ("kind", "base_url", "control_urls", "vocab_size", "context_length"):
         del teacher[key]
     assert convert_table(teacher, SglangSettings, "generation.teacher") == SglangSettings()
+    fleet = dict(whole.generation["fleet"]["fleet"])
+    del fleet["max_concurrency"]
+    assert convert_table(fleet, FleetSettings, "generation.fleet.fleet") == FleetSettings()
 
 
 def test_the_commented_tables_load_and_show_the_defaults() -> None:
     path = ROOT / "examples/scheduler.toml"
     config = parse_config(whole_example())
-    assert set(config.generation) == {"student", "teacher", "examples"}
+    assert set(config.generation) == {"student", "teacher", "fleet", "examples"}
     faults: list[FieldViolation] = []
     build_generation(config, path.parent, faults)
     assert {fault.field for fault in faults} <= {"generation.student.gguf_path"}, "the model may not be fetched yet"
@@ -186,3 +204,25 @@ def test_the_client_in_the_readme_is_the_minimal_client() -> None:
 def test_the_minimal_client_is_minimal() -> None:
     code = minimal_client()
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
+
+
+async def test_the_agent_for_openais_client_asks_twice_and_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is the test's; the real one plays it in tests/sglang."""
+    folder = ROOT / "examples/openai_agent"
+    monkeypatch.syspath_prepend(folder)
+    config = load_config(folder / "scheduler.toml")
+    assert config.gateway.listen == "127.0.0.1:0"
+    faults: list[FieldViolation] = []
+    (spec,) = build_specs(config, faults)
+    assert not faults
+    asked: list[list[str]] = []
+
+    async def create(*, messages: list[dict[str, str]], **_: object) -> SimpleNamespace:
+        asked.append([message["role"] for message in messages])
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=f"{len(asked)}."))])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    answer = await runpy.run_path(str(folder / "question_agent.py"))["solve"](client, "student", "1 + 1?")
+    assert asked == [["system", "user"], ["system", "user", "assistant", "user"]]
+    episode = ScriptedEpisode(Task(config=TaskConfig(task_type="sums"), metadata={"answer": 2}))
+    assert (await spec.handler.eval(episode, AgentResult(answer=answer))).score == 1.0

@@ -193,7 +193,7 @@ async def test_a_waiting_call_is_answered_pending_with_the_reason_when_its_time_
         await desk.clock.advance(1)
         view = await call
         assert view.state is LeaseState.PENDING
-        assert view.reason == "needs 2 tokens at once, 1 are free; short of gpu on 1 nodes"
+        assert view.reason == "needs 2 tokens at once, 1 are free; short of gpu on 1 node"
         assert (view.waiting_seconds, view.fencing_token, view.tokens) == (5, 0, ())
 
 

@@ -16,6 +16,7 @@ from py_scheduler.errors import (
     EngineRejectedError,
     EngineUnavailableError,
     GenerationAbortedError,
+    TurnLimitError,
 )
 from py_scheduler.execution.outcomes import classify_abort, classify_termination, describe
 
@@ -63,6 +64,7 @@ async def test_real_client_errors_are_connection_faults() -> None:
     ("make", "outcome"),
     [
         (lambda: ContextOverflowError("too long"), Outcome.CONTEXT_OVERFLOW),
+        (lambda: TurnLimitError("max_turns is 1"), Outcome.MAX_TURNS),
         (lambda: EngineUnavailableError("gone"), Outcome.INFRA_CONN),
         (lambda: EngineRejectedError("no such regex"), Outcome.INFRA_OTHER),
         (lambda: GenerationAbortedError("aborted"), Outcome.INFRA_OTHER),

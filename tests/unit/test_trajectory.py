@@ -88,3 +88,28 @@ def test_a_faulty_token_id_raises_and_leaves_the_arrays_aligned(faulty: list[obj
 def test_nothing_recorded_is_the_empty_trajectory() -> None:
     assert TrajectoryBuilder().build() is EMPTY_TRAJECTORY
     assert len(EMPTY_TRAJECTORY) == 0
+
+
+def test_what_older_weights_of_the_same_source_generated_can_be_left_out_of_the_mask() -> None:
+    def generation(*versions: str) -> Generation:
+        spans = tuple(WeightSpan(version, 2 * number, 2 * number + 2) for number, version in enumerate(versions))
+        count = 2 * len(versions)
+        return Generation(
+            token_ids=[1] * count,
+            log_probs=[-1.0] * count,
+            text="",
+            finish_reason=FinishReason.STOP,
+            weight_spans=spans,
+        )
+
+    builder = TrajectoryBuilder()
+    builder.append_environment([5])
+    builder.append_generation(generation("a"), "student")
+    builder.append_generation(generation(), "student")
+    builder.append_generation(generation("a"), "teacher")
+    builder.append_environment([])
+    builder.append_generation(generation("a", "b"), "student")
+    assert builder.build().loss_mask.tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 1]
+    masked = builder.build(mask_off_policy_prefix=True)
+    assert masked.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert masked.weight_spans == builder.build().weight_spans

@@ -1,0 +1,89 @@
+"""Pauses and weights of all the servers of a fleet.
+
+Invariants: a call is told to every endpoint that is up. One that fails it is set aside, which the others outlive, and
+before it is up again it has what it missed: the end of a pause, and the weights that the fleet was given last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from py_scheduler.adapters._endpoint import Endpoint
+    from py_scheduler.adapters.sglang import SglangEngine
+    from py_scheduler.domain.generation import ModelInfo, PauseMode, WeightUpdate
+
+
+class FleetControl:
+    """The GenerationControl that is part of SglangFleet, which owns `_endpoints`."""
+
+    _endpoints: Sequence[Endpoint]
+    _update: WeightUpdate | None = None
+    _is_paused = False
+
+    def __init__(self) -> None:
+        self._to_resume: set[Endpoint] = set()
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._is_paused = True
+        self._to_resume.update(each for each in self._endpoints if each.is_up)
+        await self._tell(lambda engine: engine.pause(mode))
+
+    async def resume(self) -> None:
+        self._is_paused = False
+        await self._tell(lambda engine: engine.resume())
+        self._to_resume = {each for each in self._to_resume if not each.is_up}
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        # Before it is told: whoever comes up meanwhile is held to it.
+        before, self._update = self._update, update
+        try:
+            await self._tell(lambda engine: engine.update_weights(update))
+        except EngineRejectedError:
+            self._update = before
+            raise
+
+    async def weight_version(self) -> str:
+        """Empty when the endpoints differ."""
+        versions = {await each.engine.weight_version() for each in self._up()}
+        return versions.pop() if len(versions) == 1 else ""
+
+    async def _catch_up(self, endpoint: Endpoint, info: ModelInfo) -> ModelInfo:
+        """Gives one that is about to come up what it missed. Raises GenerationError when that fails."""
+        engine, update = endpoint.engine, self._update
+        if update is not None and self._misses_update(info):
+            await engine.update_weights(update)
+            info = await engine.refresh_model_info()
+        if not self._is_paused and endpoint in self._to_resume:
+            await engine.resume()
+            self._to_resume.discard(endpoint)
+        return info
+
+    def _misses_update(self, info: ModelInfo) -> bool:
+        return self._update is not None and info.weight_version != self._update.weight_version
+
+    async def _tell(self, order: Callable[[SglangEngine], Awaitable[None]]) -> None:
+        """Raises EngineUnavailableError when no endpoint obeyed, EngineRejectedError when one refused."""
+        endpoints = self._up()
+        answers = await asyncio.gather(*(order(each.engine) for each in endpoints), return_exceptions=True)
+        failures: list[EngineUnavailableError] = []
+        for endpoint, answer in zip(endpoints, answers, strict=True):
+            if isinstance(answer, EngineUnavailableError):
+                endpoint.failed(str(answer))
+                failures.append(answer)
+            elif answer is not None:
+                raise answer
+        if len(failures) == len(endpoints):
+            raise failures[0]
+
+    def _up(self) -> list[Endpoint]:
+        """Raises EngineUnavailableError when there is none."""
+        up = [endpoint for endpoint in self._endpoints if endpoint.is_up]
+        if not up:
+            raise EngineUnavailableError("no endpoint is up")
+        return up

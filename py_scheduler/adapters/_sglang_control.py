@@ -1,0 +1,110 @@
+"""Pauses and weights of an SGLang server, or of all the workers behind a router.
+
+What 0.5.23 was seen to do, and what follows from it here:
+
+- A pause in mode abort waits for all requests to end and answers nothing else until then. Those of a server that stands
+  still in another mode never end, so whatever pause somebody left behind is ended first.
+- In mode in_place the cache cannot be flushed, and asking for it is answered 400 although the weights were changed: it
+  is asked for in every other mode.
+- `abort_all_requests` of an update is answered 400 likewise, so it is never used: a pause does the same.
+- While it is paused nothing comes from the server, for as long as that takes: no silence counts as a fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from py_scheduler.adapters._http import HTTP_OK, LOST_CONNECTION, HttpClient, error_message
+from py_scheduler.domain.generation import PauseMode
+from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from py_scheduler.adapters._in_flight import Flights
+    from py_scheduler.adapters.sglang import SglangSettings
+    from py_scheduler.domain.generation import ModelInfo, WeightUpdate
+
+_SERVER_ERRORS = 500
+
+
+class SglangControl:
+    """The GenerationControl that is part of SglangEngine, which owns the attributes."""
+
+    _controls: Sequence[HttpClient]
+    _settings: SglangSettings
+    _flights: Flights
+    _info: ModelInfo | None
+    _paused_in: PauseMode | None = None
+
+    async def pause(self, mode: PauseMode) -> None:
+        was_paused_in, timeout = self._paused_in, self._settings.pause_timeout_seconds
+        if mode is PauseMode.ABORT and was_paused_in is None:
+            await self._command("/continue_generation", {}, timeout)
+        self._flights.stand_still()
+        try:
+            await self._command("/pause_generation", {"mode": str(mode)}, timeout)
+        except BaseException:
+            if was_paused_in is None:
+                self._flights.go_on()
+            raise
+        self._paused_in = mode
+
+    async def resume(self) -> None:
+        await self._command("/continue_generation", {}, self._settings.pause_timeout_seconds)
+        self._paused_in = None
+        self._flights.go_on()
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        body = {
+            "model_path": update.model_path,
+            "weight_version": update.weight_version,
+            "flush_cache": self._paused_in is not PauseMode.IN_PLACE,
+            "keep_pause": self._paused_in is not None,
+        }
+        await self._command("/update_weights_from_disk", body, self._settings.weight_update_timeout_seconds)
+        if self._info is not None:
+            self._info = msgspec.structs.replace(self._info, weight_version=update.weight_version)
+
+    async def weight_version(self) -> str:
+        timeout = self._settings.control_timeout_seconds
+        answers = await asyncio.gather(
+            *(client.get_json("/model_info", timeout_seconds=timeout) for client in self._controls)
+        )
+        versions = {str(answer.get("weight_version") or "default") for answer in answers}
+        return versions.pop() if len(versions) == 1 else ""
+
+    async def _command(self, path: str, body: dict[str, Any], timeout_seconds: float) -> None:
+        """To every worker at once. Each may be sent again, and is when its connection breaks."""
+        retry = self._settings.retry
+
+        async def send(client: HttpClient) -> None:
+            for failed in range(1, retry.attempts + 1):
+                try:
+                    return await _post(client, path, body, timeout_seconds)
+                except TimeoutError as error:
+                    message = f"{client.base_url}{path}: no answer within {timeout_seconds:g} s"
+                    raise EngineUnavailableError(message) from error
+                except LOST_CONNECTION as error:
+                    if failed == retry.attempts:
+                        raise EngineUnavailableError(f"{client.base_url}{path}: {error}") from error
+                await asyncio.sleep(retry.wait_seconds(failed))
+            return None
+
+        answers = await asyncio.gather(*map(send, self._controls), return_exceptions=True)
+        for answer in answers:
+            if answer is not None:
+                raise answer
+
+
+async def _post(client: HttpClient, path: str, body: dict[str, Any], timeout_seconds: float) -> None:
+    async with asyncio.timeout(timeout_seconds), client.post(path, body) as response:
+        content = await response.read()
+        if response.status >= _SERVER_ERRORS:
+            message = f"{client.base_url}{path} answered {response.status}: {error_message(content)}"
+            raise EngineUnavailableError(message)
+        if response.status != HTTP_OK:
+            raise EngineRejectedError(f"SGLang refused {path.removeprefix('/')}: {error_message(content)}")

@@ -1,0 +1,84 @@
+"""The asyncio client of the generation service, for trainers."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2 as service
+from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2_grpc
+from py_scheduler.client._base import CALL_SECONDS, ServiceClient
+from py_scheduler.domain.evaluator import STUDENT
+from py_scheduler.domain.generation import PauseMode, WeightUpdate
+from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from py_scheduler.wire import generation as wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from py_scheduler.domain.generation import GenerationState
+
+UPDATE_SECONDS = 600.0
+
+
+class GenerationClient(ServiceClient[generation_service_pb2_grpc.GenerationServiceStub]):
+    """Pauses the language models and changes their weights. Takes what SchedulerClient takes.
+
+    Every method may be called again and answers how generation stands then. They raise FailedPreconditionError for an
+    engine that cannot be controlled, NotFoundError for a role without engine, EngineUnavailableError when the engine
+    does not answer, InvalidArgumentError and ServerError.
+    """
+
+    stub_class = generation_service_pb2_grpc.GenerationServiceStub
+
+    async def pause(
+        self, mode: PauseMode = PauseMode.ABORT, *, role: str = STUDENT, timeout_seconds: float = CALL_SECONDS
+    ) -> GenerationState:
+        """Holds new generations and pauses the engine; nothing is generated any more when it returns.
+
+        FailedPreconditionError also when it is paused in another mode.
+        """
+        request = wire.encode_pause_request(role, mode)
+        reply = await self._call(lambda stub: stub.PauseGeneration, request, timeout_seconds)
+        return wire.decode_state(reply.state)
+
+    async def resume(self, *, role: str = STUDENT, timeout_seconds: float = CALL_SECONDS) -> GenerationState:
+        """Lets the engine go on, and what was held begin."""
+        request = service.ContinueGenerationRequest(role=role)
+        reply = await self._call(lambda stub: stub.ContinueGeneration, request, timeout_seconds)
+        return wire.decode_state(reply.state)
+
+    async def update_weights(
+        self, model_path: str, weight_version: str, *, role: str = STUDENT, timeout_seconds: float = UPDATE_SECONDS
+    ) -> GenerationState:
+        """Has the engine load weights from an absolute path on its own machine; it stays paused if it was.
+
+        Raises EngineRejectedError, with the engine's reason, when it cannot load them.
+        """
+        request = wire.encode_update_request(role, WeightUpdate(model_path=model_path, weight_version=weight_version))
+        reply = await self._call(lambda stub: stub.UpdateWeights, request, timeout_seconds)
+        return wire.decode_state(reply.state)
+
+    async def states(self) -> dict[str, GenerationState]:
+        """How generation stands in every role."""
+        reply = await self._call(lambda stub: stub.GetGenerationState, service.GetGenerationStateRequest())
+        return {state.role: wire.decode_state(state) for state in reply.states}
+
+    @asynccontextmanager
+    async def paused(self, mode: PauseMode = PauseMode.ABORT, *, role: str = STUDENT) -> AsyncIterator[GenerationState]:
+        """A block in which nothing is generated. It resumes at its end, however that comes.
+
+        It resumes too when the pause failed, since the engine may be paused nevertheless; not when it was refused:
+        somebody else's pause is not ended.
+        """
+        try:
+            state = await self.pause(mode, role=role)
+        except (FailedPreconditionError, InvalidArgumentError, NotFoundError):
+            raise
+        except BaseException:
+            await self.resume(role=role)
+            raise
+        try:
+            yield state
+        finally:
+            await self.resume(role=role)
