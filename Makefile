@@ -77,7 +77,7 @@ $(SGLANG_READY): | $(VENV_READY)
 SGLANG_PYTHON := env --unset=PYTHONDONTWRITEBYTECODE $(SGLANG_VENV)/bin/python
 
 $(TINY_MODEL)/.stamp: | $(SGLANG_READY)
-	$(SGLANG_PYTHON) tests/sglang/make_tiny_model.py $(TINY_MODEL)
+	$(SGLANG_PYTHON) tests/sglang/make_tiny_model.py $(TINY_MODEL) $(TINY_MODEL)/trained
 	@touch $@
 
 $(SMOLLM2)/.stamp: | $(SGLANG_READY) $(BUILT) $(MODEL_READY)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def check_request(request: GenerationRequest, info: ModelInfo, max_new_tokens: int) -> None:
     """Raises EngineRejectedError for an empty prompt, an id outside the vocabulary or no token asked for.
 
-    Raises ContextOverflowError when prompt and `max_new_tokens` together exceed the context.
+    Raises ContextOverflowError when prompt and `max_new_tokens` together exceed the context. Against a vocabulary that
+    is not known yet no id is checked.
     """
     ids = request.token_ids
     if not ids:
@@ -24,7 +25,7 @@ def check_request(request: GenerationRequest, info: ModelInfo, max_new_tokens: i
     if max_new_tokens < 1:
         raise EngineRejectedError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
     low, high = min(ids), max(ids)
-    if low < 0 or high >= info.vocab_size:
+    if low < 0 or (info.vocab_size and high >= info.vocab_size):
         outside = low if low < 0 else high
         raise EngineRejectedError(
             f"token id {outside} is outside the vocabulary of {info.name}, [0, {info.vocab_size}): "

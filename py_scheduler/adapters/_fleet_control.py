@@ -1,12 +1,14 @@
 """Pauses and weights of all the servers of a fleet.
 
 Invariants: a call is told to every endpoint that is up. One that fails it is set aside, which the others outlive, and
-before it is up again it has what it missed: the end of a pause, and the weights that the fleet was given last.
+before it is up again it has what it missed: the end of a pause, and the weights that the fleet was given last. So have
+all of them after an update whose caller gave up on it half-way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from py_scheduler.adapters._endpoint import Endpoint
     from py_scheduler.adapters.sglang import SglangEngine
     from py_scheduler.domain.generation import ModelInfo, PauseMode, WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 
 class FleetControl:
@@ -35,9 +39,12 @@ class FleetControl:
         await self._tell(lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
+        """Also when no endpoint obeys, or is up: none comes up again that has not been told."""
         self._is_paused = False
-        await self._tell(lambda engine: engine.resume())
-        self._to_resume = {each for each in self._to_resume if not each.is_up}
+        try:
+            self._to_resume -= await self._tell(lambda engine: engine.resume())
+        except EngineUnavailableError as error:
+            logger.warning("the end of the pause reached no endpoint yet: %s", error)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         # Before it is told: whoever comes up meanwhile is held to it.
@@ -46,6 +53,11 @@ class FleetControl:
             await self._tell(lambda engine: engine.update_weights(update))
         except EngineRejectedError:
             self._update = before
+            raise
+        except asyncio.CancelledError:
+            # Nobody heard which of them has loaded it: each is asked, and told again if need be, before it comes up.
+            for endpoint in self._endpoints:
+                endpoint.failed("an update of its weights was broken off")
             raise
 
     async def weight_version(self) -> str:
@@ -59,27 +71,31 @@ class FleetControl:
         if update is not None and self._misses_update(info):
             await engine.update_weights(update)
             info = await engine.refresh_model_info()
-        if not self._is_paused and endpoint in self._to_resume:
+        if self._misses_resume(endpoint):
             await engine.resume()
             self._to_resume.discard(endpoint)
         return info
 
+    def _misses_resume(self, endpoint: Endpoint) -> bool:
+        return not self._is_paused and endpoint in self._to_resume
+
     def _misses_update(self, info: ModelInfo) -> bool:
         return self._update is not None and info.weight_version != self._update.weight_version
 
-    async def _tell(self, order: Callable[[SglangEngine], Awaitable[None]]) -> None:
-        """Raises EngineUnavailableError when no endpoint obeyed, EngineRejectedError when one refused."""
+    async def _tell(self, order: Callable[[SglangEngine], Awaitable[None]]) -> set[Endpoint]:
+        """Those that obeyed. Raises EngineUnavailableError when none did, EngineRejectedError when one refused."""
         endpoints = self._up()
         answers = await asyncio.gather(*(order(each.engine) for each in endpoints), return_exceptions=True)
-        failures: list[EngineUnavailableError] = []
+        failures = [answer for answer in answers if answer is not None]
         for endpoint, answer in zip(endpoints, answers, strict=True):
             if isinstance(answer, EngineUnavailableError):
                 endpoint.failed(str(answer))
-                failures.append(answer)
-            elif answer is not None:
-                raise answer
+        refusals = [failure for failure in failures if not isinstance(failure, EngineUnavailableError)]
+        if refusals:
+            raise refusals[0]
         if len(failures) == len(endpoints):
             raise failures[0]
+        return {endpoint for endpoint, answer in zip(endpoints, answers, strict=True) if answer is None}
 
     def _up(self) -> list[Endpoint]:
         """Raises EngineUnavailableError when there is none."""

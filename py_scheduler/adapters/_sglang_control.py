@@ -7,6 +7,7 @@ What 0.5.23 was seen to do, and what follows from it here:
 - In mode in_place the cache cannot be flushed, and asking for it is answered 400 although the weights were changed: it
   is asked for in every other mode.
 - `abort_all_requests` of an update is answered 400 likewise, so it is never used: a pause does the same.
+- An abort of a request that a pause holds is lost: only the end of its connection frees it, which `abort` brings about.
 - While it is paused nothing comes from the server, for as long as that takes: no silence counts as a fault.
 """
 
@@ -14,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from py_scheduler.adapters._http import HTTP_OK, LOST_CONNECTION, HttpClient, error_message
 from py_scheduler.domain.generation import PauseMode
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from py_scheduler.adapters._in_flight import Flights
+    from py_scheduler.adapters._sglang_model import ServedModel
     from py_scheduler.adapters.sglang import SglangSettings
-    from py_scheduler.domain.generation import ModelInfo, WeightUpdate
+    from py_scheduler.domain.generation import WeightUpdate
 
 _SERVER_ERRORS = 500
 
@@ -37,7 +37,7 @@ class SglangControl:
     _controls: Sequence[HttpClient]
     _settings: SglangSettings
     _flights: Flights
-    _info: ModelInfo | None
+    _model: ServedModel
     _paused_in: PauseMode | None = None
 
     async def pause(self, mode: PauseMode) -> None:
@@ -66,8 +66,7 @@ class SglangControl:
             "keep_pause": self._paused_in is not None,
         }
         await self._command("/update_weights_from_disk", body, self._settings.weight_update_timeout_seconds)
-        if self._info is not None:
-            self._info = msgspec.structs.replace(self._info, weight_version=update.weight_version)
+        self._model.has_weights(update.weight_version)
 
     async def weight_version(self) -> str:
         timeout = self._settings.control_timeout_seconds

@@ -19,6 +19,8 @@ CONTEXT_OVERFLOW = re.compile(
     r"Requested token count exceeds|longer than the model's context length|exceeds the maximum allowed length"
 )
 
+DUPLICATE_RID = re.compile("Duplicate request ID")
+
 
 class AttemptFailedError(Exception):
     """Nothing of this attempt was received; the next may do better."""
@@ -39,8 +41,11 @@ def generate_body(request: GenerationRequest, settings: SglangSettings) -> dict[
     return body | {"session_id": request.session_id} if request.session_id else body
 
 
-def refusal(status: int, message: str) -> Exception:
+def refusal(status: int, message: str, *, of_router: bool) -> Exception:
     """What a status other than 200 means for the request."""
+    if of_router and DUPLICATE_RID.search(message):
+        # The router has sent the request twice, to a worker that it thought had lost it.
+        return AttemptFailedError(message)
     if status >= SERVER_ERRORS or status == TOO_MANY_REQUESTS:
         return AttemptFailedError(f"status {status}: {message}")
     if CONTEXT_OVERFLOW.search(message):

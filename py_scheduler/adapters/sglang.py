@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import re
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +43,12 @@ from py_scheduler.adapters._sglang_events import (
     read_generation,
     read_partial,
 )
+from py_scheduler.adapters._sglang_model import ServedModel
 from py_scheduler.adapters._sglang_requests import BAD_REQUEST, AttemptFailedError, generate_body, refusal
 from py_scheduler.domain.generation import (
     FinishReason,
     Generation,
     GenerationRequest,
-    LogProbKind,
-    ModelInfo,
 )
 from py_scheduler.errors import (
     EngineUnavailableError,
@@ -60,16 +57,10 @@ from py_scheduler.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from py_scheduler.domain.generation import ChatMessage
-
-logger = logging.getLogger(__name__)
+    from py_scheduler.domain.generation import ChatMessage, ModelInfo
 
 DONE = b"[DONE]"
-INPUT_MARGIN = 4
-"""Tokens that fit beside the longest input: two less than the model's context has, and the server silently generates
-fewer than asked for rather than use those two."""
 ABORT_REPEAT_SECONDS = 0.25
-VALID_IDS = re.compile(r"valid range is \[0, (\d+)\)")
 
 
 class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,12 +101,11 @@ class SglangEngine(SglangControl):
         self._settings = settings or SglangSettings()
         self._http = self._client(base_url)
         self._controls = [self._client(url) for url in control_urls] or [self._http]
+        self._is_behind_router = bool(control_urls)
         self._flights = Flights()
-        self._info: ModelInfo | None = None
-        self._info_lock = asyncio.Lock()
+        self._model = ServedModel(self._http.base_url, self._controls, self._settings)
         self._nonce = secrets.token_hex(4)
         self._attempt_numbers = itertools.count()
-        self._ignores_seeds = False
 
     @property
     def base_url(self) -> str:
@@ -124,7 +114,7 @@ class SglangEngine(SglangControl):
     @property
     def known_model(self) -> ModelInfo | None:
         """What `model_info` would answer, once it was asked."""
-        return self._info
+        return self._model.info
 
     async def start(self) -> None:
         for client in (self._http, *self._controls):
@@ -142,17 +132,11 @@ class SglangEngine(SglangControl):
 
     async def model_info(self) -> ModelInfo:
         """Asked once; the weight version follows what generations report."""
-        if self._info is None:
-            async with self._info_lock:
-                if self._info is None:
-                    self._info = await self._ask_model_info()
-        return self._info
+        return await self._model.known()
 
     async def refresh_model_info(self) -> ModelInfo:
         """Asks anew: a server that was away may have come back with other weights."""
-        async with self._info_lock:
-            self._info = await self._ask_model_info()
-        return self._info
+        return await self._model.refresh()
 
     async def ask_requests(self) -> int:
         """Requests that run or wait at the server, whoever sent them. Asked once. Raises EngineUnavailableError."""
@@ -173,17 +157,23 @@ class SglangEngine(SglangControl):
     async def generate(self, request: GenerationRequest) -> Generation:
         """See GenerationEngine. EngineUnavailableError carries tokens that were received as `partial`."""
         body = generate_body(request, self._settings)
-        check_request(request, await self.model_info(), body["sampling_params"]["max_new_tokens"])
-        self._warn_of_ignored_seed(request)
         retry = self._settings.retry
         with self._flights.enter(request.rid) as flight:
+            check_request(request, await self.model_info(), body["sampling_params"]["max_new_tokens"])
+            if request.sampling.sampling_seed is not None:
+                self._model.warn_of_ignored_seed()
             failed = 0
             while True:
+                rid = f"{request.rid}~{self._nonce}{next(self._attempt_numbers)}"
                 try:
-                    return await self._attempt(body, flight, fresh=failed > 0)
+                    await self._check_vocabulary(request, flight)
+                    return await self._attempt(rid, body, flight, fresh=failed > 0)
                 except AttemptFailedError as failure:
                     failed += 1
-                    if failed >= retry.attempts:
+                    if self._is_behind_router:
+                        # What a router answers for a worker that it has lost says nothing of what goes on there.
+                        await asyncio.wait({self._flights.clean_up(self._abort_at_server(rid))})
+                    if failed >= retry.attempts and not flight.was_cut:
                         raise EngineUnavailableError(
                             f"{self._http.base_url} failed {failed} times in a row, last: {failure}"
                         ) from failure
@@ -220,8 +210,18 @@ class SglangEngine(SglangControl):
 
     # -- one attempt
 
-    async def _attempt(self, body: dict[str, Any], flight: Flight, *, fresh: bool) -> Generation:
-        rid = f"{flight.rid}~{self._nonce}{next(self._attempt_numbers)}"
+    async def _check_vocabulary(self, request: GenerationRequest, flight: Flight) -> None:
+        """Of a server that was paused when it was met: it tells its vocabulary, and generates, once it goes on."""
+        if (await self.model_info()).vocab_size:
+            return
+        try:
+            async with flight.watched(self._settings.first_token_timeout_seconds):
+                info = await self._model.with_vocabulary()
+        except (TimeoutError, EngineUnavailableError) as error:
+            raise AttemptFailedError(str(error) or "no answer in time") from error
+        check_request(request, info, 1)
+
+    async def _attempt(self, rid: str, body: dict[str, Any], flight: Flight, *, fresh: bool) -> Generation:
         newest: bytes | None = None
         over = False
         try:
@@ -231,7 +231,7 @@ class SglangEngine(SglangControl):
                     if response.status != HTTP_OK:
                         content = await response.read()
                         over = True
-                        raise refusal(response.status, error_message(content))
+                        raise self._refusal(response.status, error_message(content))
                     async for payload in sse_payloads(response.content):
                         if payload == DONE:
                             over = True  # Read on to the end of the body: only then can the connection be used again.
@@ -261,17 +261,21 @@ class SglangEngine(SglangControl):
         event = decode_event(payload)
         if "error" in event:
             error = event["error"]
-            raise refusal(int(error.get("code") or BAD_REQUEST), str(error.get("message", error)))
+            raise self._refusal(int(error.get("code") or BAD_REQUEST), str(error.get("message", error)))
         reason = event.get("meta_info", {}).get("finish_reason") or UNSAID
         status = reason.get("status_code")
         if reason["type"] == FinishReason.ABORT and status is not None and not flight.abort_requested:
             # Not somebody's abort but the server's own failure or refusal.
             if int(status) >= SERVER_ERRORS:
                 return self._cut_short(flight, payload, str(reason.get("message")))
-            raise refusal(int(status), str(reason.get("message")))
+            raise self._refusal(int(status), str(reason.get("message")))
         generation = read_generation(event)
-        self._note_weight_version(generation)
+        if generation.weight_spans:
+            self._model.has_weights(generation.weight_spans[-1].version)
         return generation
+
+    def _refusal(self, status: int, message: str) -> Exception:
+        return refusal(status, message, of_router=self._is_behind_router)
 
     def _cut_short(self, flight: Flight, payload: bytes | None, reason: str) -> Generation:
         """The outcome of an attempt that did not end properly: what it brought so far, if an abort was wanted."""
@@ -316,84 +320,5 @@ class SglangEngine(SglangControl):
             await client.close()
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
-        answer = await self._control("/v1/tokenize", body)
+        answer = await self._model.ask("/v1/tokenize", body)
         return [int(token_id) for token_id in answer["tokens"]]
-
-    async def _control(self, path: str, body: Any = None) -> Any:
-        """An idempotent call, with retries, by one worker after another. Raises EngineUnavailableError."""
-        retry, timeout = self._settings.retry, self._settings.control_timeout_seconds
-        failed = 0
-        while True:
-            client = self._controls[failed % len(self._controls)]
-            try:
-                if body is None:
-                    return await client.get_json(path, timeout_seconds=timeout)
-                return await client.post_json(path, body, timeout_seconds=timeout)
-            except EngineUnavailableError:
-                failed += 1
-                if failed >= retry.attempts:
-                    raise
-            await asyncio.sleep(retry.wait_seconds(failed))
-
-    async def _ask_model_info(self) -> ModelInfo:
-        model, server = await self._control("/model_info"), await self._control("/server_info")
-        if server.get("incremental_streaming_output"):
-            raise EngineUnavailableError(
-                f"{self._http.base_url} streams increments: start it without --incremental-streaming-output"
-            )
-        context_length = self._settings.context_length
-        if context_length is None and server.get("max_req_input_len") is not None:
-            # Not the model's context: the server may have memory for less than that.
-            context_length = int(server["max_req_input_len"]) + INPUT_MARGIN
-        if context_length is None:
-            raise EngineUnavailableError(f"{self._http.base_url} does not tell its context: set context_length")
-        self._ignores_seeds = not server.get("enable_deterministic_inference")
-        name = str(model.get("served_model_name") or model["model_path"])
-        return ModelInfo(
-            name=name,
-            vocab_size=self._settings.vocab_size or self._known_vocab_size(name) or await self._ask_vocab_size(),
-            context_length=int(context_length),
-            weight_version=str(model.get("weight_version") or "default"),
-            log_prob_kind=LogProbKind.SAMPLED,
-            default_max_new_tokens=self._settings.default_max_new_tokens,
-        )
-
-    def _known_vocab_size(self, name: str) -> int | None:
-        """Of the same model as before: while a server is paused the question below gets no answer."""
-        return self._info.vocab_size if self._info is not None and self._info.name == name else None
-
-    async def _ask_vocab_size(self) -> int:
-        """No endpoint tells it, but the refusal of an impossible log-prob question does. Nothing is generated."""
-        question = {
-            "input_ids": [0],
-            "return_logprob": True,
-            "token_ids_logprob": [-1],
-            "sampling_params": {"max_new_tokens": 1},
-        }
-        try:
-            async with (
-                asyncio.timeout(self._settings.control_timeout_seconds),
-                self._controls[0].post("/generate", question) as response,
-            ):
-                said = VALID_IDS.search(error_message(await response.read()))
-        except LOST_CONNECTION as error:
-            raise EngineUnavailableError(f"{self._http.base_url}: {error}") from error
-        if said is None:
-            raise EngineUnavailableError(
-                f"{self._http.base_url} does not tell the size of its vocabulary: set vocab_size, "
-                "which stands in the model's config.json"
-            )
-        return int(said[1])
-
-    def _warn_of_ignored_seed(self, request: GenerationRequest) -> None:
-        """Once: the server takes a seed without a word and draws as it likes."""
-        if self._ignores_seeds and request.sampling.sampling_seed is not None:
-            self._ignores_seeds = False
-            logger.warning(
-                "%s ignores sampling_seed: start it with --enable-deterministic-inference", self._http.base_url
-            )
-
-    def _note_weight_version(self, generation: Generation) -> None:
-        info, spans = self._info, generation.weight_spans
-        if info is not None and spans and spans[-1].version != info.weight_version:
-            self._info = msgspec.structs.replace(info, weight_version=spans[-1].version)

@@ -7,7 +7,8 @@ Invariants:
 - Who waits for a place is served first come, first served, as soon as there is one.
 - A generation moves to another endpoint only while not one token of it was received, and at most `max_attempts` times.
   What the server refuses (a context that is too long, a bad parameter) is the request's fault, not the endpoint's.
-- All endpoints that are up serve one model: of one name and one vocabulary. The context is the least of theirs.
+- All endpoints that are up serve one model: of one name and one vocabulary, as far as that is known (see ServedModel).
+  The context is the least of theirs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN_VOCAB_SIZE = 0
 ATTEMPTS_AT_ENDPOINT = 2
 """The second for a kept connection that the server closed meanwhile; after that another endpoint may do better."""
 
@@ -253,10 +255,11 @@ class SglangFleet(FleetControl):
     def _admit(self, endpoint: Endpoint, info: ModelInfo) -> None:
         """Raises EngineUnavailableError for another model than the fleet's, which is that of the first endpoint up.
 
-        So it does for weights that were replaced while the endpoint was being asked.
+        So it does for weights that were replaced, or a pause that ended, while the endpoint was being asked.
         """
         model = self._model or info
-        if (info.name, info.vocab_size) != (model.name, model.vocab_size):
+        vocabularies = {info.vocab_size, model.vocab_size} - {UNKNOWN_VOCAB_SIZE}
+        if info.name != model.name or len(vocabularies) > 1:
             stranger = (
                 f"{endpoint.base_url} serves {info.name!r} with a vocabulary of {info.vocab_size}, and the other "
                 f"endpoints {model.name!r} with {model.vocab_size}: serve one model at all of them, "
@@ -266,7 +269,9 @@ class SglangFleet(FleetControl):
             raise EngineUnavailableError(stranger)
         if self._misses_update(info):
             raise EngineUnavailableError(f"{endpoint.base_url} has missed an update of the weights")
-        self._model = model
+        if self._misses_resume(endpoint):
+            raise EngineUnavailableError(f"{endpoint.base_url} has missed the end of a pause")
+        self._model = msgspec.structs.replace(model, vocab_size=max(info.vocab_size, model.vocab_size))
         versions = {each.weight_version for each in self._endpoints if each.is_up} - {info.weight_version}
         if versions:
             others = ", ".join(sorted(versions))

@@ -80,6 +80,12 @@ class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
         reply = await self._engine.abort(wire.decode_abort_request(request, time_to_answer(context)))
         return wire.encode_abort_reply(reply)
 
+    async def ResumeTraining(
+        self, request: service.ResumeTrainingRequest, context: Context
+    ) -> service.ResumeTrainingResponse:
+        epoch = await self._engine.resume_training(wire.decode_resume_training_request(request))
+        return wire.encode_resume_training_reply(epoch)
+
     async def GetServerInfo(
         self, request: service.GetServerInfoRequest, context: Context
     ) -> service.GetServerInfoResponse:

@@ -139,6 +139,14 @@ class SchedulerClient(StepClient):
         reply = await self._call(lambda stub: stub.AbortSubmission, request, timeout_seconds)
         return wire.decode_abort_reply(reply)
 
+    async def resume_training(self, *, namespace: str | None = None) -> int:
+        """For a trainer that starts, perhaps again from a checkpoint: what its namespace has produced until now counts
+        towards its `max_staleness` no more. The student's weight_epoch.
+        """
+        request = service.ResumeTrainingRequest(namespace=namespace or self._namespace)
+        reply = await self._call(lambda stub: stub.ResumeTraining, request)
+        return int(reply.weight_epoch)
+
     async def server_info(self) -> ServerInfo:
         """The server's evaluators, engines and nodes."""
         reply = await self._call(lambda stub: stub.GetServerInfo, service.GetServerInfoRequest())

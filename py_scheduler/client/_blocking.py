@@ -107,6 +107,7 @@ class BlockingSchedulerClient(BlockingServiceClient[SchedulerClient]):
     get_submission = blocking(SchedulerClient.get_submission)
     explain_task = blocking(SchedulerClient.explain_task)
     abort = blocking(SchedulerClient.abort)
+    resume_training = blocking(SchedulerClient.resume_training)
     server_info = blocking(SchedulerClient.server_info)
     watch = _iterating(SchedulerClient.watch)
     rollout_batches = _iterating(SchedulerClient.rollout_batches)

@@ -60,7 +60,9 @@ class GenerationClient(ServiceClient[generation_service_pb2_grpc.GenerationServi
         return wire.decode_state(reply.state)
 
     async def states(self) -> dict[str, GenerationState]:
-        """How generation stands in every role."""
+        """How generation stands in every role. The server asks the engines for that: whoever changes weights without
+        this client calls it afterwards, so that the change is noticed before anything is generated.
+        """
         reply = await self._call(lambda stub: stub.GetGenerationState, service.GetGenerationStateRequest())
         return {state.role: wire.decode_state(state) for state in reply.states}
 

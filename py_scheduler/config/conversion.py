@@ -6,7 +6,7 @@ import difflib
 import re
 from enum import EnumType
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 import msgspec
 
@@ -28,7 +28,8 @@ def convert_table(table: object, target: type[T], key: str) -> T:
 
 
 def convert_with_parts(table: object, target: type[StructT], key: str) -> StructT:
-    """Like `convert_table`, but each table inside is converted by itself, so that no fault hides another's.
+    """Like `convert_table`, but each table inside, and each of a mapping of tables, is converted by itself, so that no
+    fault hides another's.
 
     Those tables must have defaults. Raises ConfigError with the faults of all.
     """
@@ -37,10 +38,20 @@ def convert_with_parts(table: object, target: type[StructT], key: str) -> Struct
     faults: list[FieldViolation] = []
     types = {field.name: _struct_in(field.type) for field in msgspec.structs.fields(target)}
     inner = {name: part for name, part in table.items() if types.get(name) and isinstance(part, dict)}
-    parts = {}
+    mappings = {field.name for field in msgspec.structs.fields(target) if get_origin(field.type) is dict}
+    parts: dict[str, Any] = {}
     for name, part in inner.items():
-        with collecting(faults):
-            parts[name] = convert_table(part, types[name], f"{key}.{name}")
+        if name in mappings:
+            parts[name] = {}
+            for entry, value in part.items():
+                where = f"{key}.{name}.{entry}"
+                with collecting(faults):
+                    if not isinstance(value, dict):
+                        raise ConfigError([FieldViolation(where, f"must be a table: write [{key}.{name}.NAME]")])
+                    parts[name][entry] = convert_table(value, types[name], where)
+        else:
+            with collecting(faults):
+                parts[name] = convert_table(part, types[name], f"{key}.{name}")
     with collecting(faults):
         whole = convert_table({name: value for name, value in table.items() if name not in inner}, target, key)
         if not faults:

@@ -135,8 +135,43 @@ class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     group_outcomes: tuple[Outcome, ...] = ()
 
 
-Event = TasksAccepted | AttemptsLeased | AttemptStarted | AttemptEnded | AbortRequested | TaskDone
-JournalledEvent = TasksAccepted | AttemptStarted | AttemptEnded | AbortRequested | TaskDone
+class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    """A language model has other weights. Of no submission and of no namespace: every watcher of a namespace sees it.
+
+    roles: those that rest on its engine. epoch: its weight_epoch from now on; 0 for the first weights that were seen.
+    """
+
+    roles: tuple[str, ...]
+    weight_version: str
+    epoch: int
+    unix_seconds: float
+
+    @property
+    def submission_id(self) -> str:
+        return ""
+
+
+class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    """A namespace's trainer starts, or starts again from a checkpoint: it trains on nothing that ended before.
+
+    epoch: the student's weight_epoch.
+    """
+
+    epoch: int
+    unix_seconds: float
+
+    @property
+    def submission_id(self) -> str:
+        return ""
+
+
+EVERY_NAMESPACE = ""
+"""The namespace of a record that is of none."""
+
+JournalledEvent = (
+    TasksAccepted | AttemptStarted | AttemptEnded | AbortRequested | TaskDone | WeightsChanged | TrainingResumed
+)
+Event = JournalledEvent | AttemptsLeased
 
 
 EVENT_BYTES = 600
@@ -147,7 +182,8 @@ _REWARD_BYTES = 100
 class EventRecord(msgspec.Struct, gc=False):
     """A journalled event with its place in the store.
 
-    size: bytes in memory, approximate. encoded: a cache of its wire form, shared by all watchers.
+    namespace: EVERY_NAMESPACE for what is of none. size: bytes in memory, approximate. encoded: a cache of its wire
+    form, shared by all watchers.
     """
 
     sequence: int

@@ -6,7 +6,15 @@ from enum import StrEnum
 
 import msgspec
 
-from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, EventRecord, TaskDone
+from py_scheduler.domain.events import (
+    AbortRequested,
+    AttemptEnded,
+    AttemptStarted,
+    EventRecord,
+    TaskDone,
+    TrainingResumed,
+    WeightsChanged,
+)
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey, Task
@@ -94,10 +102,15 @@ class EventKind(StrEnum):
     ATTEMPT_ENDED = "attempt_ended"
     ABORT_REQUESTED = "abort_requested"
     TASK_DONE = "task_done"
+    WEIGHTS_CHANGED = "weights_changed"
+    TRAINING_RESUMED = "training_resumed"
 
 
 class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which events a stream gives: of one submission or of a whole namespace, of some kinds or (empty) of all."""
+    """Which events a stream gives: of one submission or of a whole namespace, of some kinds or (empty) of all.
+
+    A change of weights and a resume of training are of no submission: only streams of a whole namespace give them.
+    """
 
     submission_id: str = ""
     kinds: frozenset[EventKind] = frozenset()
@@ -179,7 +192,9 @@ class TasksAcceptedNotice(msgspec.Struct, frozen=True, kw_only=True):
     unix_seconds: float
 
 
-WatchedEvent = TasksAcceptedNotice | AttemptStarted | AttemptEnded | AbortRequested | TaskDone
+WatchedEvent = (
+    TasksAcceptedNotice | AttemptStarted | AttemptEnded | AbortRequested | TaskDone | WeightsChanged | TrainingResumed
+)
 
 
 class WatchedRecord(msgspec.Struct, frozen=True):

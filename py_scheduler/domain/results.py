@@ -113,6 +113,8 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     termination_reason: the agent's own. error: what was raised, if anything. phase: the EpisodePhase that raised it.
     node_ip, gpu_ids: where it ran; empty when it never did. started_unix_seconds: when run began; 0 when it never did.
+    weight_epoch: of the oldest weights that the student generated tokens of it with; None when it generated none.
+    staleness: how often the weights had changed since then when the sample ended.
     """
 
     task_id: str
@@ -128,8 +130,21 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gpu_ids: tuple[int, ...] = ()
     timings: Timings = Timings()
     started_unix_seconds: float = 0.0
+    weight_epoch: int | None = None
+    staleness: int = 0
 
     @property
     def is_scored(self) -> bool:
         """Whether it was played and scored to its end."""
         return self.outcome.is_model_result and not self.error
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether it was played and scored to the end and has tokens."""
+        return self.is_scored and len(self.trajectory) > 0
+
+    def staleness_at(self, weight_epoch: int) -> int | None:
+        """How many changes of weights lie between its oldest tokens and the student's `weight_epoch` of a moment, such
+        as that of the update that trains on it; None for one that has no token of the student.
+        """
+        return None if self.weight_epoch is None else weight_epoch - self.weight_epoch

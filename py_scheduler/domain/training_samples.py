@@ -27,9 +27,9 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sample for the loss.
 
     reward: a dict with at least "score". remove_sample: it is there for the batch's shape alone. metadata: the task's
-    own, with `_termination_reason` (the outcome), `_termination_reason_agent` (the agent's own words, if any) and,
-    where it was aborted, `_abort`: phase, start_unix_seconds, end_unix_seconds, seconds, node_ip, gpu_ids, turns and
-    error.
+    own, with `_termination_reason` (the outcome), `_termination_reason_agent` (the agent's own words, if any),
+    `_weight_epoch` and `_staleness` (see SampleDone; where the student generated) and, where it was aborted, `_abort`:
+    phase, start_unix_seconds, end_unix_seconds, seconds, node_ip, gpu_ids, turns and error.
     """
 
     task_id: str

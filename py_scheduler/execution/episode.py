@@ -95,6 +95,7 @@ class HandlerEpisode:
         "_has_conversation",
         "_is_generating",
         "_is_over",
+        "_oldest_epoch",
         "_sampling",
         "_services",
         "_spec",
@@ -132,6 +133,7 @@ class HandlerEpisode:
         self._has_conversation = False
         self._is_generating = False
         self._is_over = False
+        self._oldest_epoch: int | None = None
         self._builder: TrajectoryBuilder | None = None
         self._sampling: SamplingParams | None = None
         self._stopping: StoppingCriteria | None = None
@@ -255,15 +257,15 @@ class HandlerEpisode:
     ) -> Generation:
         self._check_free()
         recorder = self._recorder()
-        request = GenerationRequest(
-            rid=f"{self._session_id}-{recorder.turns_generated}",
-            token_ids=list(recorder.token_ids),
-            sampling=self._sampling_for(len(recorder.token_ids), max_new_tokens, sampling),
-            session_id=self._session_id,
-        )
         started = self._services.clock.monotonic()
         self._is_generating = True
         try:
+            request = GenerationRequest(
+                rid=f"{self._session_id}-{recorder.turns_generated}",
+                token_ids=list(recorder.token_ids),
+                sampling=await self._sampling_for(role, len(recorder.token_ids), max_new_tokens, sampling),
+                session_id=self._session_id,
+            )
             generation = await self._generate_or_abort(request, role)
         except GenerationError as error:
             self._keep(error.partial, role)
@@ -271,7 +273,7 @@ class HandlerEpisode:
         finally:
             self._is_generating = False
             self.generate_seconds += self._services.clock.monotonic() - started
-        recorder.append_generation(generation, role)
+        self._append(generation, role)
         if generation.finish_reason is FinishReason.ABORT:
             raise GenerationAbortedError("the generation was aborted at the engine", generation)
         return generation
@@ -329,7 +331,28 @@ class HandlerEpisode:
 
     def _keep(self, partial: object, role: str) -> None:
         if isinstance(partial, Generation) and partial.token_ids:
-            self._recorder().append_generation(partial, role)
+            self._append(partial, role)
+
+    def _append(self, generation: Generation, role: str) -> None:
+        self._recorder().append_generation(generation, role)
+        gateway = self._services.gateway
+        if generation.token_ids and STUDENT in gateway and gateway.have_same_weights(role, STUDENT):
+            history = gateway.weights(role)
+            # Of weights without a name nothing is known but that they were there just now.
+            epochs = [history.epoch_of(span.version) for span in generation.weight_spans] or [history.epoch]
+            if self._oldest_epoch is not None:
+                epochs.append(self._oldest_epoch)
+            self._oldest_epoch = min(epochs)
+
+    @property
+    def weight_epoch(self) -> int | None:
+        """Of the oldest weights that tokens of the student are of; None when it has none."""
+        return self._oldest_epoch
+
+    @property
+    def staleness(self) -> int:
+        """How often the student's weights have changed since those."""
+        return 0 if self._oldest_epoch is None else self._services.gateway.weights(STUDENT).epoch - self._oldest_epoch
 
     def trajectory(self) -> Trajectory:
         if self._builder is None:
@@ -345,18 +368,40 @@ class HandlerEpisode:
             self._builder = TrajectoryBuilder()
         return self._builder
 
-    def _sampling_for(
-        self, context_len: int, max_new_tokens: int | None, said: SamplingParams | None
+    async def _sampling_for(
+        self, role: str, context_len: int, max_new_tokens: int | None, said: SamplingParams | None
     ) -> SamplingParams:
-        """The episode's sampling under what is said of this turn, cut to what `max_context_len` leaves."""
+        """The episode's sampling under what is said of this turn, cut to what `max_context_len` leaves.
+
+        Where nobody names a budget it is what the model's context leaves too, or the engine's default if that is less:
+        only a prompt that leaves nothing, or a budget that somebody asked for, can be too long.
+        """
         sampling = self.sampling if said is None else resolve_sampling((said, self.sampling))
         wanted = max_new_tokens if max_new_tokens is not None else sampling.max_new_tokens
+        is_named = wanted is not None
         limit = self.stopping.max_context_len
         if limit is not None:
-            room = limit - context_len
-            if room <= 0:
-                raise ContextOverflowError(f"the context has {context_len} tokens, max_context_len is {limit}")
+            room = _room(limit - context_len, f"the context has {context_len} tokens, max_context_len is {limit}")
             wanted = room if wanted is None else min(wanted, room)
+        if not is_named:
+            wanted = await self._unnamed_budget(role, context_len, wanted)
         if wanted == sampling.max_new_tokens:
             return sampling
+        if wanted is not None and sampling.min_new_tokens is not None and sampling.min_new_tokens > wanted:
+            sampling = msgspec.structs.replace(sampling, min_new_tokens=wanted)
         return msgspec.structs.replace(sampling, max_new_tokens=wanted)
+
+    async def _unnamed_budget(self, role: str, context_len: int, room: int | None) -> int | None:
+        """room: what `max_context_len` leaves; None without one. None when the engine's default is not known."""
+        info = await self._services.gateway.engine(role).model_info()
+        wanted = info.default_max_new_tokens if room is None else room
+        if wanted is None:
+            return None
+        fault = f"the context has {context_len} tokens, that of {info.name} is {info.context_length}"
+        return min(wanted, _room(info.context_length - context_len, fault))
+
+
+def _room(tokens: int, fault: str) -> int:
+    if tokens <= 0:
+        raise ContextOverflowError(fault)
+    return tokens

@@ -5,8 +5,8 @@ Invariants
 - A generation is at its engine, or it is held in the queue of its role. While a role is paused none begins, and when a
   pause or a place ends, those that were held longest begin first.
 - Roles that rest on one engine are paused together and share its weights.
-- `weight_epoch` rises by one with every version of the weights that was confirmed by an update or seen in a generation
-  for the first time. An answer that was made before a change and arrives after it is no change.
+- Which weights there are, the gateway only notices: what changes `weight_epoch` its WeightLog decides (see
+  `domain.weight_history`).
 - The clock of an attempt's phase stands still from the pause, or from the generation's begin in it, to the resume.
 """
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -28,162 +27,48 @@ from py_scheduler.errors import (
     GenerationError,
     NotFoundError,
 )
+from py_scheduler.execution.generation_queue import Call, Role
 from py_scheduler.execution.partial import NOTHING, joined, rest_of
+from py_scheduler.execution.weights import EngineWeights, ForgetfulWeightLog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
-    from py_scheduler.domain.generation import GenerationRequest, WeightSpan
+    from py_scheduler.domain.generation import GenerationRequest
     from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.weight_history import WeightHistory
+    from py_scheduler.execution.generation_queue import StoppableClock
+    from py_scheduler.execution.weights import WeightLog
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED_VERSIONS = 64
+_LOOK_SECONDS = 3.0
 AnswerT = TypeVar("AnswerT")
 
 
-class StoppableClock(Protocol):
-    """The clock of a phase. Stopping twice, or starting what runs, changes nothing."""
+class GenerationGateway:
+    """Over the engines by role. limits: how many generations of a role may run at once; absent: any number.
 
-    def stop_clock(self) -> None: ...
-
-    def start_clock(self) -> None: ...
-
-
-class _Weights:
-    """An engine's pause and the weights that it has, whichever roles it is asked in.
-
-    confirmed: the last update that the engine is known to have loaded; None when the last try did not end well.
+    log: where changes of weights are written down; None: nowhere.
     """
 
-    def __init__(self, engine: GenerationEngine) -> None:
-        self.engine = engine
-        self.pause_mode: PauseMode | None = None
-        self.version = ""
-        self.epoch = 0
-        self.confirmed: WeightUpdate | None = None
-        self.changing = asyncio.Lock()
-        self._seen: deque[str] = deque(maxlen=_REMEMBERED_VERSIONS)
-
-    def observe(self, spans: tuple[WeightSpan, ...]) -> None:
-        for span in spans:
-            if span.version != self.version:
-                self.saw(span.version)
-
-    def saw(self, version: str) -> None:
-        """A version that something was generated with, or that the engine names as its own; empty: it names none."""
-        if version and version not in self._seen:
-            if self.version:
-                self.epoch += 1
-            self._became(version)
-
-    def loaded(self, update: WeightUpdate) -> None:
-        self.confirmed = update
-        if update.weight_version != self.version:
-            self.epoch += 1
-            self._became(update.weight_version)
-
-    def _became(self, version: str) -> None:
-        self.version = version
-        if version not in self._seen:
-            self._seen.append(version)
-
-
-class _Call:
-    """One `generate`. woken: while it is held; True: it may begin. was_paused: a pause aborted it at its engine."""
-
-    __slots__ = ("clock", "is_at_engine", "role", "stop_asked", "was_paused", "woken")
-
-    def __init__(self, role: _Role, clock: StoppableClock | None) -> None:
-        self.role = role
-        self.clock = clock
-        self.woken: asyncio.Future[bool] | None = None
-        self.is_at_engine = False
-        self.was_paused = False
-        self.stop_asked = False
-
-    def is_wanted(self) -> bool:
-        return not self.stop_asked
-
-
-class _Role:
-    """The queue in front of an engine. limit: generations at once, None for no limit."""
-
-    __slots__ = ("engine", "limit", "name", "running", "waiting", "weights")
-
-    def __init__(self, name: str, engine: GenerationEngine, weights: _Weights, limit: int | None) -> None:
-        self.name = name
-        self.engine = engine
-        self.weights = weights
-        self.limit = limit
-        self.running = 0
-        self.waiting: deque[_Call] = deque()
-
-    @property
-    def may_begin(self) -> bool:
-        return self.weights.pause_mode is None and (self.limit is None or self.running < self.limit)
-
-    def entered(self, call: _Call) -> bool:
-        """Takes a place if there is one. Apart from `waited`, so that nothing is awaited while nothing is held."""
-        if not (self.may_begin and call.is_wanted()):
-            return False
-        self.running += 1
-        return True
-
-    async def waited(self, call: _Call) -> bool:
-        """Waits for a place and takes it; False, without a place, when the call is no longer wanted."""
-        if not call.is_wanted():
-            return False
-        woken: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        call.woken = woken
-        self.waiting.append(call)
-        try:
-            has_place = await woken
-        except asyncio.CancelledError:
-            if woken.cancelled():
-                self.waiting.remove(call)
-                self.begin_held()
-            elif woken.result():
-                self.leave()
-            raise
-        finally:
-            call.woken = None
-        if has_place and not call.is_wanted():
-            self.leave()
-            return False
-        return has_place
-
-    def leave(self) -> None:
-        self.running -= 1
-        self.begin_held()
-
-    def begin_held(self) -> None:
-        while self.waiting and self.may_begin:
-            woken = self.waiting[0].woken
-            if woken is not None and not woken.done():
-                self.running += 1
-                woken.set_result(True)
-                self.waiting.popleft()
-            else:  # cancelled, and on its way out of the queue
-                return
-
-    def withdraw(self, call: _Call) -> None:
-        if call.woken is not None and not call.woken.done():
-            self.waiting.remove(call)
-            call.woken.set_result(False)
-
-
-class GenerationGateway:
-    """Over the engines by role. limits: how many generations of a role may run at once; absent: any number."""
-
-    def __init__(self, engines: Mapping[str, GenerationEngine], limits: Mapping[str, int] | None = None) -> None:
-        weights: dict[int, _Weights] = {}
-        self._roles: dict[str, _Role] = {}
-        for name, engine in engines.items():
-            base = _base_of(engine)
-            of_base = weights.setdefault(id(base), _Weights(base))
-            self._roles[name] = _Role(name, engine, of_base, (limits or {}).get(name))
-        self._calls: dict[str, _Call] = {}
+    def __init__(
+        self,
+        engines: Mapping[str, GenerationEngine],
+        limits: Mapping[str, int] | None = None,
+        log: WeightLog | None = None,
+    ) -> None:
+        log = log or ForgetfulWeightLog()
+        bases = {name: _base_of(engine) for name, engine in engines.items()}
+        weights = {
+            id(base): EngineWeights(base, tuple([name for name in bases if bases[name] is base]), log)
+            for base in bases.values()
+        }
+        self._roles = {
+            name: Role(name, engine, weights[id(bases[name])], (limits or {}).get(name))
+            for name, engine in engines.items()
+        }
+        self._calls: dict[str, Call] = {}
 
     # Generating
 
@@ -199,6 +84,14 @@ class GenerationGateway:
             )
         return found.engine
 
+    def weights(self, role: str) -> WeightHistory:
+        """Which weights a role has had. Raises NotFoundError."""
+        return self._known_role(role).weights.history
+
+    def have_same_weights(self, *roles: str) -> bool:
+        """Whether these roles rest on one engine."""
+        return len({id(self._known_role(role).weights) for role in roles}) == 1
+
     async def generate(
         self, role: str, request: GenerationRequest, *, clock: StoppableClock | None = None, resumes: bool = False
     ) -> Generation:
@@ -211,7 +104,7 @@ class GenerationGateway:
         self.engine(role)
         if request.rid in self._calls:
             raise EngineRejectedError(f"rid {request.rid!r} is in use: give every generation a rid of its own")
-        call = self._calls[request.rid] = _Call(self._roles[role], clock)
+        call = self._calls[request.rid] = Call(self._roles[role], clock)
         weights = call.role.weights
         if clock is not None and weights.pause_mode is not None:
             clock.stop_clock()
@@ -222,7 +115,7 @@ class GenerationGateway:
             if clock is not None and weights.pause_mode is not None:
                 clock.start_clock()
 
-    async def _generate(self, call: _Call, request: GenerationRequest, *, resumes: bool) -> Generation:
+    async def _generate(self, call: Call, request: GenerationRequest, *, resumes: bool) -> Generation:
         role, rest, made = call.role, request, None
         while role.entered(call) or await role.waited(call):
             try:
@@ -292,7 +185,10 @@ class GenerationGateway:
         return await self._known_state(self._roles[role])
 
     async def update_weights(self, role: str, update: WeightUpdate) -> GenerationState:
-        """Loads weights; those that are loaded already are not loaded again. Raises as `pause` does."""
+        """Loads weights; those that are loaded already are not loaded again. Returns once the epoch is written down.
+
+        Raises as `pause` does, and ResourceExhaustedError while that cannot be.
+        """
         weights, control = self._controlled(role)
         async with weights.changing:
             version = await _asked(control.weight_version(), role, "tell its weight version")
@@ -301,15 +197,22 @@ class GenerationGateway:
                 weights.confirmed = None
                 await _asked(control.update_weights(update), role, "load the weights")
                 weights.loaded(update)
+            # Whoever is told of an epoch finds it again.
+            await weights.log.committed()
         return await self._known_state(self._roles[role])
 
     async def states(self, *roles: str) -> list[GenerationState]:
-        """Of these roles, or of all. Raises NotFoundError."""
-        return [await self._known_state(self._known_role(name)) for name in roles or self._roles]
+        """Of these roles, or of all. Looks at their engines: so a change of weights that nobody has told of is noticed,
+        also while nothing is generated. Raises NotFoundError.
+        """
+        known = [self._known_role(name) for name in roles or self._roles]
+        for weights in {id(role.weights): role.weights for role in known}.values():
+            await _look_at(weights)
+        return [await self._known_state(role) for role in known]
 
-    async def _known_state(self, role: _Role) -> GenerationState:
+    async def _known_state(self, role: Role) -> GenerationState:
         weights = role.weights
-        if not weights.version:
+        if not weights.was_heard:
             try:
                 weights.saw((await weights.engine.model_info()).weight_version)
             except GenerationError as error:
@@ -317,21 +220,24 @@ class GenerationGateway:
         return GenerationState(
             role=role.name,
             pause_mode=weights.pause_mode,
-            weight_version=weights.version,
-            weight_epoch=weights.epoch,
+            weight_version=weights.history.version,
+            weight_epoch=weights.history.epoch,
             running=role.running,
             held=len(role.waiting),
         )
 
-    def _hold(self, weights: _Weights, mode: PauseMode) -> None:
+    def _hold(self, weights: EngineWeights, mode: PauseMode) -> None:
         weights.pause_mode = mode
+        for role in self._roles.values():
+            if role.weights is weights:
+                role.take_back()
         for call in self._calls.values():
             if call.role.weights is weights:
                 call.was_paused = call.was_paused or (mode is PauseMode.ABORT and call.is_at_engine)
                 if call.clock is not None:
                     call.clock.stop_clock()
 
-    def _release(self, weights: _Weights) -> None:
+    def _release(self, weights: EngineWeights) -> None:
         weights.pause_mode = None
         for call in self._calls.values():
             if call.role.weights is weights and call.clock is not None:
@@ -339,7 +245,7 @@ class GenerationGateway:
         for role in self._roles.values():
             role.begin_held()
 
-    def _controlled(self, name: str) -> tuple[_Weights, GenerationControl]:
+    def _controlled(self, name: str) -> tuple[EngineWeights, GenerationControl]:
         weights = self._known_role(name).weights
         if not isinstance(weights.engine, GenerationControl):
             raise FailedPreconditionError(
@@ -348,7 +254,7 @@ class GenerationGateway:
             )
         return weights, weights.engine
 
-    def _known_role(self, name: str) -> _Role:
+    def _known_role(self, name: str) -> Role:
         role = self._roles.get(name)
         if role is None:
             raise NotFoundError(f"no generation engine has the role {name!r} (configured: {self._known()})")
@@ -356,6 +262,17 @@ class GenerationGateway:
 
     def _known(self) -> str:
         return ", ".join(self._roles) or "none"
+
+
+async def _look_at(weights: EngineWeights) -> None:
+    """Asks the engine which weights it has, if it can say. One that does not answer in time has told nothing."""
+    if not isinstance(weights.engine, GenerationControl):
+        return
+    try:
+        async with asyncio.timeout(_LOOK_SECONDS):
+            weights.saw(await weights.engine.weight_version())
+    except (GenerationError, TimeoutError) as error:
+        logger.warning("an engine does not say which weights it has: %r", error)
 
 
 def _base_of(engine: GenerationEngine) -> GenerationEngine:

@@ -233,6 +233,8 @@ def _sample_done(play: _Play, running: RunningAttempt, episode: HandlerEpisode, 
         gpu_ids=running.gpu_ids,
         # One look at the wall clock serves the whole attempt; from there on time is monotonic.
         started_unix_seconds=running.began_unix_seconds + (play.run_at - running.began_at),
+        weight_epoch=episode.weight_epoch,
+        staleness=episode.staleness,
         timings=Timings(
             wait_seconds=play.run_at - running.planned.queued_at,
             run_seconds=run_end - play.run_at,

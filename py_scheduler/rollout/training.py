@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TERMINATION_REASON = "_termination_reason"
 TERMINATION_REASON_AGENT = "_termination_reason_agent"
+WEIGHT_EPOCH = "_weight_epoch"
+STALENESS = "_staleness"
 ABORT = "_abort"
 MISSING = "missing"
 """The termination reason of a dummy whose sample is not in the group (any more): a filter took it out."""
@@ -39,7 +41,7 @@ DUMMY_TRAJECTORY = Trajectory(
 
 def is_trainable(sample: SampleDone) -> bool:
     """Whether it was played and scored to the end and has tokens; else it becomes a dummy."""
-    return sample.is_scored and len(sample.trajectory) > 0
+    return sample.is_trainable
 
 
 def training_sample(task: Task, sample: SampleDone) -> TrainingSample:
@@ -47,6 +49,8 @@ def training_sample(task: Task, sample: SampleDone) -> TrainingSample:
     metadata = {**task.metadata, TERMINATION_REASON: sample.outcome.value}
     if sample.termination_reason:
         metadata[TERMINATION_REASON_AGENT] = sample.termination_reason
+    if sample.weight_epoch is not None:
+        metadata |= {WEIGHT_EPOCH: sample.weight_epoch, STALENESS: sample.staleness}
     if not is_trainable(sample):
         metadata[ABORT] = _abort_annotation(sample)
         return _dummy(task, sample.task_id, sample.sample_no, metadata)

@@ -8,6 +8,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from py_scheduler.scheduler.service_order import Ahead, ahead_of, describe_ahead
 from py_scheduler.scheduler.task_explanation import TaskExplainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import AttemptRef
@@ -33,15 +34,20 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.flows import ReadyEntry
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
+    from py_scheduler.scheduler.staleness_gate import HeldBatch, StalenessGate
 
     Launch = Callable[[EvaluatorSpec, list[PlannedAttempt], Sequence[PlacementToken | None]], None]
 
 _TURN_SECONDS = 0.002
+_SHUTTING_DOWN = "the server is shutting down and admits nothing"
 _ITS_TURN = "it waits for its turn: `py-scheduler why TASK_ID`, with a task of it, says what is ahead"
 
 
 class Admission:
-    """The ready queue in front of the pool. `launch` gets what was let in, with one token (or None) for each slot."""
+    """The ready queue in front of the pool. `launch` gets what was let in, with one token (or None) for each slot.
+
+    gate: holds training back that would be too stale; None: nothing is.
+    """
 
     def __init__(
         self,
@@ -50,6 +56,7 @@ class Admission:
         clock: Clock,
         settings: EngineSettings,
         launch: Launch,
+        gate: StalenessGate | None = None,
     ) -> None:
         self._pool = pool
         self._recorder = recorder
@@ -66,10 +73,20 @@ class Admission:
         self._may_hold_ended = False
         self._demands: dict[str, Resource] = {}
         """What a sample of each evaluator holds: always the same object, which the pool has converted already."""
+        self._gate = gate
+        if gate is not None:
+            gate.opened = self._wake.set
         self.is_stopped = False
 
     def enqueue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         """Adds one batch: attempts of one submission and one spec."""
+        now = self._clock.monotonic()
+        if self._gate is None or not self._gate.holds(spec, attempts, now):
+            self._queue.push(spec, attempts, now)
+        self._wake.set()
+
+    def requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
+        """Adds attempts of what was let in before."""
         self._queue.push(spec, attempts, self._clock.monotonic())
         self._wake.set()
 
@@ -140,6 +157,9 @@ class Admission:
         leased: list[AttemptRef] = []
         may_be_more = False
         now = self._clock.monotonic()
+        if self._gate is not None and not self.is_stopped:
+            for held in self._gate.let_go():
+                self._queue.push(held.spec, held.attempts, now)
         while not self.is_stopped and (self._slots_out < self._max_slots or self._queue.claims):
             entry = self._queue.offer(now)
             if entry is None:
@@ -233,20 +253,30 @@ class Admission:
         """The waiting batches of a submission, in order, each with its reason."""
         ledger, now = self._recorder.ledger, self._clock.monotonic()
         found: list[WaitingBatch] = []
-        for entry in self._queue.batches_of(submission_id):
-            live = [attempt.ref for attempt in entry.attempts if ledger.is_waiting(attempt.ref)]
+        batches: Iterator[ReadyBatch | HeldBatch] = itertools.chain(
+            self._queue.batches_of(submission_id), self._held(submission_id)
+        )
+        for batch in batches:
+            live = [attempt.ref.task_id for attempt in batch.attempts if ledger.is_waiting(attempt.ref)]
             if live:
+                queued = batch if isinstance(batch, ReadyBatch) else None
                 found.append(
                     WaitingBatch(
-                        task_ids=tuple(dict.fromkeys(ref.task_id for ref in live)),
-                        reason=self._reason(entry),
-                        waiting_seconds=now - entry.queued_at,
-                        bypassed=entry.bypassed,
+                        task_ids=tuple(dict.fromkeys(live)),
+                        reason=self._why_held(batch.namespace) if queued is None else self._reason(queued),
+                        waiting_seconds=now - batch.queued_at,
+                        bypassed=0 if queued is None else queued.bypassed,
                     )
                 )
                 if len(found) == limit:
                     break
         return found
+
+    def _held(self, submission_id: str) -> list[HeldBatch]:
+        submission = self._recorder.ledger.submission(submission_id)
+        if self._gate is None or submission is None:
+            return []
+        return [batch for batch in self._gate.held(submission.key.namespace) if batch.submission_id == submission_id]
 
     def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
         """How a task stands, and why it waits if it does. Raises NotFoundError."""
@@ -257,6 +287,8 @@ class Admission:
             now=self._clock.monotonic(),
             max_slots=self._max_slots,
             reason_of=self._reason,
+            held=[] if self._gate is None else self._gate.held(namespace),
+            why_held=self._why_held(namespace),
         )
         return explainer.explain(task_id, namespace)
 
@@ -266,12 +298,17 @@ class Admission:
 
     def _reason(self, entry: ReadyEntry, ahead: Ahead | None = None) -> str:
         if self.is_stopped:
-            return "the server is shutting down and admits nothing"
+            return _SHUTTING_DOWN
         reason = self._why_not_admitted(entry)
         turn = describe_ahead(self._queue, entry, ahead) if ahead is not None else _ITS_TURN
         if reason and len(self._queue.flows.waiting) == 1:
             return reason
         return f"{reason}; {turn}" if reason else turn
+
+    def _why_held(self, namespace: str) -> str:
+        if self.is_stopped or self._gate is None:
+            return _SHUTTING_DOWN
+        return self._gate.reason(namespace)
 
     def _why_not_admitted(self, entry: ReadyEntry) -> str:
         """What would keep it waiting even if its turn came; empty when nothing is known to."""

@@ -78,6 +78,24 @@ class InterruptAttempt(msgspec.Struct, frozen=True, gc=False):
     unix_seconds: float
 
 
+class ChangeWeights(msgspec.Struct, frozen=True, gc=False):
+    """An engine has these weights. roles: those that rest on it.
+
+    is_confirmed: whether an update is known to have loaded them; else something was generated with them.
+    """
+
+    roles: tuple[str, ...]
+    weight_version: str
+    is_confirmed: bool
+    unix_seconds: float
+
+
+class ResumeTraining(msgspec.Struct, frozen=True, gc=False):
+    """A namespace's trainer starts, or starts again from a checkpoint."""
+
+    unix_seconds: float
+
+
 class StopTasks(msgspec.Struct, frozen=True, gc=False):
     """Stops the open tasks of a submission, or those that are named."""
 
@@ -88,4 +106,14 @@ class StopTasks(msgspec.Struct, frozen=True, gc=False):
     unix_seconds: float
 
 
-Command = AcceptTasks | LeaseAttempts | StartAttempt | EndAttempt | ScoreGroup | InterruptAttempt | StopTasks
+Command = (
+    AcceptTasks
+    | LeaseAttempts
+    | StartAttempt
+    | EndAttempt
+    | ScoreGroup
+    | InterruptAttempt
+    | ChangeWeights
+    | ResumeTraining
+    | StopTasks
+)

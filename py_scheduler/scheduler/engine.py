@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 from py_scheduler.batching import BatchingStrategy, fifo_batching
+from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import AbortRequested, StopCause, TasksAccepted
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.domain.limits import MAX_WAITING_SHOWN
@@ -38,15 +39,17 @@ from py_scheduler.execution.episode import EpisodeServices
 from py_scheduler.execution.generation_gateway import GenerationGateway
 from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.admission import Admission
-from py_scheduler.scheduler.commands import AcceptTasks, StopTasks
+from py_scheduler.scheduler.commands import AcceptTasks, ResumeTraining, StopTasks
 from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.event_log import EventLog
 from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attempts
 from py_scheduler.scheduler.lease_desk import LeaseDesk, node_view
 from py_scheduler.scheduler.ledger import Ledger
+from py_scheduler.scheduler.recorded_weights import RecordedWeights
 from py_scheduler.scheduler.recorder import Recorder
 from py_scheduler.scheduler.restore import fold, interrupt_running, open_batches, unscored_groups
 from py_scheduler.scheduler.settings import EngineSettings
+from py_scheduler.scheduler.staleness_gate import StalenessGate
 from py_scheduler.scheduler.supervisor import EVERYTHING, Concerned, Supervisor
 from py_scheduler.scheduler.views import engine_view, evaluator_view
 
@@ -108,16 +111,18 @@ class Engine:
         self._generation_engines = generation_engines
         self._ledger = Ledger(settings.retained_submissions)
         self._event_log = EventLog(journal, settings.retained_events, settings.retained_bytes)
-        self._recorder = Recorder(self._ledger, self._event_log)
+        self._gate = StalenessGate(self._ledger, settings.staleness) if settings.staleness else None
+        self._recorder = Recorder(self._ledger, self._event_log, self._gate)
         self._workdirs = Workdirs(settings.workdir_root)
-        self.generation = GenerationGateway(generation_engines, settings.max_running_generations)
+        weights = RecordedWeights(self._recorder, self._event_log, clock)
+        self.generation = GenerationGateway(generation_engines, settings.max_running_generations, weights)
         services = EpisodeServices(
             clock, self.generation, default_sampling, default_stopping, self._workdirs, api_front
         )
         self._supervisor = Supervisor(
             self._recorder, services, settings, self._requeue, self._slot_returned, self._room_is_stranded
         )
-        self._admission = Admission(pool, self._recorder, clock, settings, self._supervisor.launch)
+        self._admission = Admission(pool, self._recorder, clock, settings, self._supervisor.launch, self._gate)
         self.leases = LeaseDesk(pool, self._admission, clock, settings)
         self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
         self._exit = AsyncExitStack()
@@ -143,7 +148,7 @@ class Engine:
         await self._exit.aclose()
 
     async def _restore(self) -> None:
-        await fold(self._journal, self._ledger)
+        await fold(self._journal, self._ledger, self._gate)
         self._event_log.start(self._ledger.last_sequence)
         interrupt_running(self._recorder, self._clock)
         for submission in self._ledger.open_submissions():
@@ -224,13 +229,22 @@ class Engine:
                 self._task_deadlines.add(now + seconds - elapsed, deadline)
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
-        self._admission.enqueue(spec, attempts)
+        self._admission.requeue(spec, attempts)
 
     def _slot_returned(self) -> None:
         self._admission.slot_returned()
 
     def _room_is_stranded(self, tokens: int) -> None:
         self._admission.room_is_stranded(tokens)
+
+    async def resume_training(self, namespace: str) -> int:
+        """A trainer starts, perhaps again from a checkpoint: what its namespace has produced so far counts as staleness
+        no more. The student's weight_epoch. Raises ResourceExhaustedError while the journal cannot write.
+        """
+        self._event_log.check_writable()
+        self._recorder.record(ResumeTraining(self._clock.unix_time()), namespace)
+        await self._event_log.wait_committed(self._ledger.last_sequence)
+        return self._ledger.weights_of((STUDENT,)).epoch
 
     # Stops
 

@@ -12,12 +12,15 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.events import (
+    EVERY_NAMESPACE,
     AbortRequested,
     AttemptEnded,
     AttemptStarted,
     EventRecord,
     TaskDone,
     TasksAccepted,
+    TrainingResumed,
+    WeightsChanged,
 )
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
 from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, ResourceExhaustedError
@@ -33,6 +36,8 @@ KIND_OF_EVENT: dict[type, EventKind] = {
     AttemptEnded: EventKind.ATTEMPT_ENDED,
     AbortRequested: EventKind.ABORT_REQUESTED,
     TaskDone: EventKind.TASK_DONE,
+    WeightsChanged: EventKind.WEIGHTS_CHANGED,
+    TrainingResumed: EventKind.TRAINING_RESUMED,
 }
 
 _TAIL_EVENTS = 65_536
@@ -224,7 +229,7 @@ def _matcher(event_filter: EventFilter) -> Callable[[EventRecord], bool]:
     def matches(record: EventRecord) -> bool:
         event = record.event
         return (
-            record.namespace == namespace
+            record.namespace in (namespace, EVERY_NAMESPACE)
             and type(event) in types
             and (not submission_id or event.submission_id == submission_id)
         )

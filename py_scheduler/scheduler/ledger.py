@@ -10,7 +10,8 @@ Invariants
      event (fencing).
   3. A task that is to be stopped never starts an attempt again.
   4. Journalled events are numbered without holes from 1.
-  5. A task whose handler scores groups keeps its final samples until its TaskDone, which waits for that score if there
+  5. An engine's weight_epoch rises by one with each of its WeightsChanged.
+  6. A task whose handler scores groups keeps its final samples until its TaskDone, which waits for that score if there
      is a sample to score; no other task keeps any.
 
       QUEUED -> LEASED -> RUNNING -> SUCCEEDED | FAILED | TIMED_OUT | ABORTED | LOST
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import (
     AbortRequested,
     AcceptedTask,
@@ -32,16 +34,21 @@ from py_scheduler.domain.events import (
     Event,
     TaskDone,
     TasksAccepted,
+    TrainingResumed,
+    WeightsChanged,
 )
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import SubmissionKey
+from py_scheduler.domain.weight_history import WeightHistory
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from py_scheduler.scheduler.commands import (
     AcceptTasks,
+    ChangeWeights,
     Command,
     EndAttempt,
     InterruptAttempt,
     LeaseAttempts,
+    ResumeTraining,
     ScoreGroup,
     StartAttempt,
     StopTasks,
@@ -66,7 +73,7 @@ from py_scheduler.scheduler.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _LIVE = (AttemptState.RUNNING, *WAITING)
 
@@ -85,6 +92,7 @@ class Ledger:
         self._by_key: dict[SubmissionKey, SubmissionRecord] = {}
         self._finished: OrderedDict[str, None] = OrderedDict()
         self._requests: dict[tuple[str, str], RequestRecord] = {}
+        self._weights: dict[str, WeightHistory] = {}
         self._decide: dict[type, Callable[..., list[Event]]] = {
             AcceptTasks: self._decide_accept,
             LeaseAttempts: self._decide_lease,
@@ -92,6 +100,8 @@ class Ledger:
             EndAttempt: self._decide_end,
             ScoreGroup: self._decide_score,
             InterruptAttempt: self._decide_interrupt,
+            ChangeWeights: self._decide_weights,
+            ResumeTraining: self._decide_resume,
             StopTasks: self._decide_stop,
         }
         self._apply: dict[type, Callable[..., None]] = {
@@ -101,6 +111,8 @@ class Ledger:
             AttemptEnded: self._apply_ended,
             AbortRequested: self._apply_abort,
             TaskDone: self._apply_done,
+            WeightsChanged: self._apply_weights,
+            TrainingResumed: lambda _: None,  # for the gate alone
         }
 
     # Questions
@@ -125,6 +137,11 @@ class Ledger:
     def open_task(self, task_id: str) -> TaskRecord:
         """The record of a task that is known to be open."""
         return self._tasks[task_id]
+
+    def weights_of(self, roles: Iterable[str]) -> WeightHistory:
+        """The history of the engine that these roles rest on. Where each had one of its own before, the longer one."""
+        known = [history for role in roles if (history := self._weights.get(role)) is not None]
+        return max(known, key=lambda history: history.epoch) if known else WeightHistory()
 
     def is_waiting(self, ref: AttemptRef) -> bool:
         """Whether this attempt is still to be started."""
@@ -251,6 +268,18 @@ class Ledger:
             return self._decide_end(end)
         return [ended(task, end, (), ref.attempt_no + 1, is_counted=False)]
 
+    def _decide_weights(self, command: ChangeWeights) -> list[Event]:
+        version = command.weight_version
+        epoch = self.weights_of(command.roles).next_epoch(version, is_confirmed=command.is_confirmed)
+        if epoch is None:
+            return []
+        return [
+            WeightsChanged(roles=command.roles, weight_version=version, epoch=epoch, unix_seconds=command.unix_seconds)
+        ]
+
+    def _decide_resume(self, command: ResumeTraining) -> list[Event]:
+        return [TrainingResumed(epoch=self.weights_of((STUDENT,)).epoch, unix_seconds=command.unix_seconds)]
+
     def _decide_stop(self, command: StopTasks) -> list[Event]:
         submission = self._submissions[command.submission_id]
         named = dict.fromkeys(command.task_ids) or submission.open_tasks
@@ -349,6 +378,10 @@ class Ledger:
             task = self._tasks[task_id]
             task.stop_cause = event.cause
             task.reason = event.reason
+
+    def _apply_weights(self, event: WeightsChanged) -> None:
+        for role in event.roles:
+            self._weights.setdefault(role, WeightHistory()).became(event.weight_version, event.epoch)
 
     def _apply_done(self, event: TaskDone) -> None:
         task = self._tasks.pop(event.task_id)

@@ -42,6 +42,10 @@ class ReadyBatch(ReadyEntry, gc=False, kw_only=True):
     def submission_id(self) -> str:
         return self.attempts[0].submission_id
 
+    @property
+    def namespace(self) -> str:
+        return self.attempts[0].namespace
+
 
 class ReadyClaim(ReadyEntry, gc=True, kw_only=True):
     """Room that a scheduler outside asked for; `grant` gets it in the turn that admits the claim."""

@@ -19,16 +19,21 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.commands import Command
     from py_scheduler.scheduler.event_log import EventLog
     from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.staleness_gate import StalenessGate
 
 logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Turns commands into facts. All of a command's events are applied together, in one turn of the loop."""
+    """Turns commands into facts. All of a command's events are applied together, in one turn of the loop.
 
-    def __init__(self, ledger: Ledger, event_log: EventLog) -> None:
+    gate: is told of each as well, when there is one.
+    """
+
+    def __init__(self, ledger: Ledger, event_log: EventLog, gate: StalenessGate | None = None) -> None:
         self.ledger = ledger
         self._event_log = event_log
+        self._gate = gate
 
     def record(self, command: Command, namespace: str) -> list[Event]:
         """The events the command made, already applied and on their way to the journal; none when it came too late."""
@@ -36,6 +41,8 @@ class Recorder:
         events = ledger.decide(command)
         for event in events:
             ledger.apply(event)
+            if self._gate is not None:
+                self._gate.apply(event, namespace)
             if type(event) is not AttemptsLeased:
                 journalled = cast("JournalledEvent", event)
                 record = EventRecord(ledger.last_sequence, namespace, journalled, approximate_size(event))

@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.ledger import Ledger
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.records import TaskRecord
+    from py_scheduler.scheduler.staleness_gate import StalenessGate
 
 _READ_EVENTS = 4_096
 
 
-async def fold(journal: Journal, ledger: Ledger) -> None:
+async def fold(journal: Journal, ledger: Ledger, gate: StalenessGate | None) -> None:
     """Applies every event that the journal holds."""
     ledger.last_sequence = journal.oldest_sequence - 1
     while records := await journal.read(ledger.last_sequence, _READ_EVENTS):
         for record in records:
             ledger.apply(record.event)
+            if gate is not None:
+                gate.apply(record.event, record.namespace)
 
 
 def interrupt_running(recorder: Recorder, clock: Clock) -> None:

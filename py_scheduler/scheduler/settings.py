@@ -6,11 +6,15 @@ from typing import Literal
 
 import msgspec
 
+from py_scheduler.scheduler.staleness import StalenessSettings
+
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """max_running_samples: resident workers at most, whatever the pool could hold.
     max_running_generations: by role, how many generations are at its engine at once; others wait here, in order.
     Roles that are not named have no limit.
+    staleness: by namespace, how far its training may run ahead of the weights; a namespace that is not named may as far
+    as it likes. Evals always may.
     max_queued_tasks, max_queued_samples: open tasks and their samples at most; submits beyond are refused for now.
     max_bypass: how often later batches may be admitted past a blocked one.
     eval_weight: how much evals get of the room when training waits too, which counts 1. 0: only what training leaves;
@@ -26,6 +30,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     max_running_samples: int = 4096
     max_running_generations: dict[str, int] = {}
+    staleness: dict[str, StalenessSettings] = {}
     max_queued_tasks: int = 1_000_000
     max_queued_samples: int = 2_000_000
     max_bypass: int = 64

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.ledger import Ledger
     from py_scheduler.scheduler.ready_queue import ReadyQueue
     from py_scheduler.scheduler.service_order import Ahead
+    from py_scheduler.scheduler.staleness_gate import HeldBatch
 
 MAX_NODES_TOLD = 100
 MAX_AHEAD_TOLD = 20
@@ -34,10 +35,11 @@ _FOREMOST_FIRST = (
 
 
 class TaskExplainer:
-    """Looks at one moment of the queue.
+    """Looks at one moment of the queue, and of what is held before it.
 
     now: monotonic seconds. max_slots: samples that run at once at most. reason_of: why an entry waits, given what is
-    ahead of it. What has ended since it was queued may still lie in the queue, and is not told.
+    ahead of it. held: the namespace's, in order; why_held: why they are. What has ended since it was queued may still
+    lie in the queue, and is not told.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class TaskExplainer:
         now: float,
         max_slots: int,
         reason_of: Callable[[ReadyEntry, Ahead], str],
+        held: Sequence[HeldBatch] = (),
+        why_held: str = "",
     ) -> None:
         self._queue = queue
         self._pool = pool
@@ -56,6 +60,8 @@ class TaskExplainer:
         self._now = now
         self._max_slots = max_slots
         self._reason_of = reason_of
+        self._held = held
+        self._why_held = why_held
 
     def explain(self, task_id: str, namespace: str) -> TaskExplanation:
         """How a task stands. Raises NotFoundError for one that was never accepted, or is forgotten."""
@@ -85,12 +91,38 @@ class TaskExplainer:
     def waits_of(self, submission_id: str, task_id: str) -> tuple[TaskWait, ...]:
         """The batches that hold attempts of the task, in the order of service."""
         batches = [(entry, self._waiting_refs(entry)) for entry in self._queue.batches_of(submission_id)]
-        return tuple(
-            [self._wait(entry, refs) for entry, refs in batches if any(ref.task_id == task_id for ref in refs)]
+        waits = [self._wait_in_queue(entry, refs) for entry, refs in batches if _are_of(task_id, refs)]
+        for place, batch in enumerate(self._held):
+            refs = self._waiting_refs(batch)
+            if _are_of(task_id, refs):
+                waits.append(self._wait_before_queue(place, batch, refs))
+        return tuple(waits)
+
+    def _wait_in_queue(self, entry: ReadyBatch, refs: Sequence[AttemptRef]) -> TaskWait:
+        ahead = ahead_of(self._queue, entry, self._now, MAX_AHEAD_TOLD, self._is_there)
+        return self._wait(
+            entry,
+            refs,
+            self._reason_of(entry, ahead),
+            entry.bypassed,
+            map(self._entry_ahead, ahead.first),
+            ahead.in_all,
         )
 
-    def _wait(self, entry: ReadyBatch, refs: Sequence[AttemptRef]) -> TaskWait:
-        ahead = ahead_of(self._queue, entry, self._now, MAX_AHEAD_TOLD, self._is_there)
+    def _wait_before_queue(self, place: int, batch: HeldBatch, refs: Sequence[AttemptRef]) -> TaskWait:
+        return self._wait(
+            batch, refs, self._why_held, 0, map(self._batch_ahead, self._held[: min(place, MAX_AHEAD_TOLD)]), place
+        )
+
+    def _wait(
+        self,
+        entry: ReadyBatch | HeldBatch,
+        refs: Sequence[AttemptRef],
+        reason: str,
+        bypassed: int,
+        ahead: Iterable[EntryAhead],
+        ahead_in_all: int,
+    ) -> TaskWait:
         wanted = self._tokens_at_once(entry, refs)
         free_tokens = max_tokens = 0
         nodes: list[NodeShortageView] = []
@@ -102,24 +134,27 @@ class TaskExplainer:
             evaluator_id=entry.spec.evaluator_id,
             tasks=_count_tasks(refs),
             attempts=len(refs),
-            reason=self._reason_of(entry, ahead),
+            reason=reason,
             waiting_seconds=self._now - entry.queued_at,
-            bypassed=entry.bypassed,
+            bypassed=bypassed,
             max_bypass=self._queue.max_bypass,
             wanted_tokens=wanted,
             free_tokens=free_tokens,
             max_tokens=max_tokens,
             nodes=tuple(nodes[:MAX_NODES_TOLD]),
             nodes_in_all=len(nodes),
-            ahead=tuple(map(self._entry_ahead, ahead.first)),
-            ahead_in_all=ahead.in_all,
+            ahead=tuple(ahead),
+            ahead_in_all=ahead_in_all,
         )
 
     def _entry_ahead(self, entry: ReadyEntry) -> EntryAhead:
-        waiting_seconds = self._now - entry.queued_at
         if isinstance(entry, ReadyClaim):
+            waiting_seconds = self._now - entry.queued_at
             return EntryAhead(tokens=entry.tokens, waiting_seconds=waiting_seconds, bypassed=entry.bypassed)
         assert isinstance(entry, ReadyBatch)
+        return self._batch_ahead(entry)
+
+    def _batch_ahead(self, entry: ReadyBatch | HeldBatch) -> EntryAhead:
         submission = self._ledger.submission(entry.submission_id)
         assert submission is not None  # an attempt of it is still to be run
         refs = self._waiting_refs(entry)
@@ -128,8 +163,8 @@ class TaskExplainer:
             batch_id=submission.key.batch_id,
             tasks=_count_tasks(refs),
             tokens=self._tokens_at_once(entry, refs),
-            waiting_seconds=waiting_seconds,
-            bypassed=entry.bypassed,
+            waiting_seconds=self._now - entry.queued_at,
+            bypassed=entry.bypassed if isinstance(entry, ReadyBatch) else 0,
         )
 
     def _is_there(self, entry: ReadyEntry) -> bool:
@@ -137,10 +172,10 @@ class TaskExplainer:
             self._ledger.is_waiting(attempt.ref) for attempt in entry.attempts
         )
 
-    def _waiting_refs(self, entry: ReadyBatch) -> list[AttemptRef]:
+    def _waiting_refs(self, entry: ReadyBatch | HeldBatch) -> list[AttemptRef]:
         return [attempt.ref for attempt in entry.attempts if self._ledger.is_waiting(attempt.ref)]
 
-    def _tokens_at_once(self, entry: ReadyBatch, refs: Sequence[AttemptRef]) -> int:
+    def _tokens_at_once(self, entry: ReadyBatch | HeldBatch, refs: Sequence[AttemptRef]) -> int:
         """What the entry takes of the pool when it is admitted."""
         spec = entry.spec
         return min(tokens_in_budget(spec.resource, spec.sample_resource), len(refs), self._max_slots)
@@ -156,6 +191,11 @@ def node_shortage(node: NodeExplanation) -> NodeShortageView:
         short_named=tuple(node.short_named),
         lacking_labels=node.lacking_labels,
     )
+
+
+def _are_of(task_id: str, refs: Iterable[AttemptRef]) -> bool:
+    """Whether some of them are the task's."""
+    return any(ref.task_id == task_id for ref in refs)
 
 
 def _count_tasks(refs: Iterable[AttemptRef]) -> int:

@@ -11,7 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, scheduler_service_pb2
-from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, TaskDone, TasksAccepted
+from py_scheduler.domain.events import (
+    AbortRequested,
+    AttemptEnded,
+    AttemptStarted,
+    TaskDone,
+    TasksAccepted,
+    TrainingResumed,
+    WeightsChanged,
+)
 from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import TasksAcceptedNotice, WatchedEvent, WatchedFrame, WatchedRecord
 from py_scheduler.wire.enums import ATTEMPT_STATES, OUTCOMES, STOP_CAUSES, TASK_STATES
@@ -69,7 +77,8 @@ def fill_event(event: JournalledEvent, sequence: int, message: event_pb2.Event) 
     """Fills an empty message."""
     message.sequence = sequence
     message.unix_seconds = event.unix_seconds
-    message.submission_id = event.submission_id
+    if event.submission_id:
+        message.submission_id = event.submission_id
     _FILLERS[type(event)](event, message)
 
 
@@ -129,12 +138,28 @@ def _fill_task_done(event: TaskDone, message: event_pb2.Event) -> None:
     done.group_outcomes.extend([OUTCOMES.number_of[outcome] for outcome in event.group_outcomes])
 
 
+def _fill_weights_changed(event: WeightsChanged, message: event_pb2.Event) -> None:
+    changed = message.weights_changed
+    changed.SetInParent()
+    changed.roles.extend(event.roles)
+    changed.weight_version = safe_text(event.weight_version)
+    changed.weight_epoch = event.epoch
+
+
+def _fill_training_resumed(event: TrainingResumed, message: event_pb2.Event) -> None:
+    # Epoch 0 would leave the kind unset.
+    message.training_resumed.SetInParent()
+    message.training_resumed.weight_epoch = event.epoch
+
+
 _FILLERS: dict[type, Callable[[Any, event_pb2.Event], None]] = {
     TasksAccepted: _fill_tasks_accepted,
     AttemptStarted: _fill_attempt_started,
     AttemptEnded: _fill_attempt_ended,
     AbortRequested: _fill_abort_requested,
     TaskDone: _fill_task_done,
+    WeightsChanged: _fill_weights_changed,
+    TrainingResumed: _fill_training_resumed,
 }
 
 
@@ -228,10 +253,26 @@ def _decode_task_done(message: event_pb2.Event) -> TaskDone:
     )
 
 
+def _decode_weights_changed(message: event_pb2.Event) -> WeightsChanged:
+    changed = message.weights_changed
+    return WeightsChanged(
+        roles=tuple(changed.roles),
+        weight_version=changed.weight_version,
+        epoch=changed.weight_epoch,
+        unix_seconds=message.unix_seconds,
+    )
+
+
+def _decode_training_resumed(message: event_pb2.Event) -> TrainingResumed:
+    return TrainingResumed(epoch=message.training_resumed.weight_epoch, unix_seconds=message.unix_seconds)
+
+
 _DECODERS: dict[str, Callable[[event_pb2.Event], WatchedEvent]] = {
     "tasks_accepted": _decode_tasks_accepted,
     "attempt_started": _decode_attempt_started,
     "attempt_ended": _decode_attempt_ended,
     "abort_requested": _decode_abort_requested,
     "task_done": _decode_task_done,
+    "weights_changed": _decode_weights_changed,
+    "training_resumed": _decode_training_resumed,
 }

@@ -236,6 +236,21 @@ def decode_abort_reply(message: service.AbortSubmissionResponse) -> AbortReply:
     return AbortReply(aborted_tasks=message.aborted_tasks, still_stopping=tuple(message.still_stopping))
 
 
+# Training
+
+
+def decode_resume_training_request(message: service.ResumeTrainingRequest) -> str:
+    """The namespace."""
+    faults = Faults()
+    namespace = _namespace(message.namespace, faults)
+    faults.check()
+    return namespace
+
+
+def encode_resume_training_reply(weight_epoch: int) -> service.ResumeTrainingResponse:
+    return service.ResumeTrainingResponse(weight_epoch=weight_epoch)
+
+
 # Server info
 
 

@@ -52,6 +52,9 @@ def _fill_place(sample: SampleDone, message: task_pb2.SampleDone) -> None:
         message.gpu_ids.extend(sample.gpu_ids)
     if sample.started_unix_seconds:
         message.started_unix_seconds = sample.started_unix_seconds
+    if sample.weight_epoch is not None:
+        message.weight_epoch = sample.weight_epoch
+        message.staleness = sample.staleness
     if sample.timings is not _NO_TIMINGS:
         _encode_timings(sample.timings, message.timings)
 
@@ -128,6 +131,8 @@ def decode_sample(message: task_pb2.SampleDone) -> SampleDone:
         gpu_ids=tuple(message.gpu_ids) if node_ip else (),
         timings=_decode_timings(message.timings) if message.HasField("timings") else _NO_TIMINGS,
         started_unix_seconds=message.started_unix_seconds,
+        weight_epoch=message.weight_epoch if message.HasField("weight_epoch") else None,
+        staleness=message.staleness,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 import msgspec
+import pytest
 
 from examples.sglang.serve_cpu import environment
 from py_scheduler.adapters._http import RetrySettings
@@ -20,13 +21,22 @@ from py_scheduler.domain.generation import GenerationRequest, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from py_scheduler.domain.results import SampleDone
+
+FIRST_VERSION = "default"
+"""What a server calls the weights that it was started with."""
+TRAINED_VERSION = "step-1"
+"""What these tests call those beside them, which are other ones."""
 PROMPT = (42, 100, 7, 300, 11, 270)
 FIRST_PLAIN_TOKEN = 5
 """Ids below are special tokens of the tiny model."""
 CONTEXT_LENGTH = 4096
 USABLE_CONTEXT = CONTEXT_LENGTH - 2
-MAX_RUNNING = MAX_QUEUED = 64
+MAX_RUNNING, MAX_QUEUED = 16, 256
+"""At each server."""
 VOCAB_SIZE = 320
+TOLERANCE = 1e-4
+"""Between the log-probs of SGLang and of transformers."""
 ANSWER_SECONDS = 60.0
 LOOK_SECONDS = 0.02
 
@@ -48,9 +58,9 @@ def request(
 class RealSglang:
     """Looks at a server and sets it up, over connections of its own."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, model: Path) -> None:
         self.base_url = base_url
-        self._undo: list[tuple[str, dict[str, Any]]] = []
+        self._model = str(model)
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS))
@@ -70,38 +80,45 @@ class RealSglang:
             await engine.close()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        async with self._session.post(self.base_url + path, json=body) as response:
-            content = await response.read()
-            assert response.status == 200, content
-            return msgspec.json.decode(content) if content.startswith((b"{", b"[")) else content
+        status, content = await self.ask(path, body)
+        assert status == 200, content
+        return msgspec.json.decode(content) if content.startswith((b"{", b"[")) else content
 
-    async def slow_down(self, seconds: float) -> None:
-        """Every step of the model takes that much longer, until the test is over."""
-        self._undo.append(("/slow_down", {"forward_sleep_time": None}))
+    async def ask(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        async with self._session.post(self.base_url + path, json=body) as response:
+            return response.status, await response.read()
+
+    async def status(self, path: str) -> int:
+        async with self._session.get(self.base_url + path) as response:
+            return response.status
+
+    async def slow_down(self, seconds: float | None) -> None:
+        """Every step of the model takes that much longer."""
         await self.post("/slow_down", {"forward_sleep_time": seconds})
 
     async def pause(self, mode: str = "in_place") -> None:
-        """Until `resume`, at the latest until the test is over."""
-        self._undo.append(("/continue_generation", {}))
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         await self.post("/continue_generation", {})
 
-    async def update_weights(self, version: str) -> None:
-        """The same weights under another version's name, until the test is over. The server stays paused."""
+    async def update_weights(self, version: str, *, keep_pause: bool = True) -> None:
+        """The weights that it was started with, under that name."""
+        update = {"model_path": self._model, "weight_version": version, "flush_cache": False, "keep_pause": keep_pause}
+        await self.post("/update_weights_from_disk", update)
+
+    async def weight_version(self) -> str:
         async with self._session.get(f"{self.base_url}/model_info") as response:
-            update = {"model_path": (await response.json())["model_path"], "flush_cache": False}
-        self._undo.insert(0, ("/update_weights_from_disk", update | {"weight_version": "default"}))
-        await self.post("/update_weights_from_disk", update | {"weight_version": version, "keep_pause": True})
+            return str((await response.json())["weight_version"])
 
-    async def undo(self) -> None:
-        while self._undo:
-            await self.post(*self._undo.pop())
-
-    def forget(self) -> None:
-        """The server is gone, and what was set up with it."""
-        self._undo.clear()
+    async def restore(self) -> None:
+        """As it was started: not paused, not slow, with its first weights. Nothing may decode on by then."""
+        await self.resume()
+        await self.slow_down(None)
+        await self.until_idle()
+        if await self.weight_version() != FIRST_VERSION:
+            await self.update_weights(FIRST_VERSION, keep_pause=False)
+        await self.post("/flush_cache", {})
 
     async def load(self) -> dict[str, Any]:
         async with self._session.get(f"{self.base_url}/v1/loads", params={"include": "core"}) as response:
@@ -128,10 +145,12 @@ class RealSglang:
 
 
 class Reference:
-    """A process with transformers and the same model; see reference.py for the questions."""
+    """A process with transformers and the same models; see reference.py for the questions."""
 
-    def __init__(self, python: str, model: Path) -> None:
-        self._command = [python, str(Path(__file__).with_name("reference.py")), str(model)]
+    def __init__(self, python: str, folders: dict[str, Path]) -> None:
+        """`folders` by the version of their weights."""
+        named = [f"{version}={folder}" for version, folder in folders.items()]
+        self._command = [python, str(Path(__file__).with_name("reference.py")), *named]
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -143,12 +162,12 @@ class Reference:
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def continuation(self, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
-        return list(self._ask(prompt=prompt, new_tokens=new_tokens)["token_ids"])
+    def continuation(self, prompt: tuple[int, ...], new_tokens: int, version: str = FIRST_VERSION) -> list[int]:
+        return list(self._ask(prompt=prompt, new_tokens=new_tokens, version=version)["token_ids"])
 
-    def log_probs(self, token_ids: list[int], *, temperature: float = 1.0) -> list[float]:
+    def log_probs(self, token_ids: list[int], *, temperature: float = 1.0, version: str = FIRST_VERSION) -> list[float]:
         """Of every id but the first."""
-        return list(self._ask(token_ids=token_ids, temperature=temperature)["log_probs"])
+        return list(self._ask(token_ids=token_ids, temperature=temperature, version=version)["log_probs"])
 
     def encode(self, text: str) -> list[int]:
         return list(self._ask(text=text)["token_ids"])
@@ -166,3 +185,35 @@ class Reference:
     def _read(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
+
+
+def assert_exact(sample: SampleDone, reference: Reference, *temperatures: float) -> None:
+    """Flat arrays of one length, in turns without a gap; the mask is 1 where the model wrote, and only there are
+    log-probs. Each is that of its token after all that stands before it, of the weights that its span names.
+
+    `temperatures`: of all that was generated, or one for each of its turns.
+    """
+    trajectory = sample.trajectory
+    ids, mask = trajectory.token_ids.tolist(), trajectory.loss_mask == 1
+    assert len(ids) == len(trajectory.log_probs) == len(mask)
+    position, said_at = 0, list[float]()
+    generated = sum(turn.source != "environment" for turn in trajectory.turns)
+    left = iter(temperatures * generated if len(temperatures) == 1 else temperatures)
+    for turn in trajectory.turns:
+        is_generated = turn.source != "environment"
+        assert turn.start == position
+        position = turn.end
+        assert (mask[turn.start : turn.end] == is_generated).all()
+        said_at += [next(left) if is_generated else 0.0] * (turn.end - turn.start)
+    assert position == len(ids)
+    assert not trajectory.log_probs[~mask].any()
+    covered = 0
+    for span in trajectory.weight_spans:
+        places = [place for place in range(span.start, span.end) if mask[place]]
+        for temperature in {said_at[place] for place in places}:
+            scores = [0.0, *reference.log_probs(ids, temperature=temperature, version=span.version)]
+            here = [place for place in places if said_at[place] == temperature]
+            expected = [scores[place] for place in here]
+            assert trajectory.log_probs[here].tolist() == pytest.approx(expected, abs=TOLERANCE)
+        covered += len(places)
+    assert covered == trajectory.generated_tokens == mask.sum()

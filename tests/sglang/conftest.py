@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from examples.sglang.serve_cpu import CpuServer
-from tests.sglang.asking import MAX_QUEUED, MAX_RUNNING, RealSglang, Reference
+from tests.sglang.asking import FIRST_VERSION, MAX_QUEUED, MAX_RUNNING, TRAINED_VERSION, RealSglang, Reference
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 PYTHON = os.environ.get("TEST_SGLANG_PYTHON", "")
 TINY_MODEL = Path(os.environ.get("TEST_TINY_MODEL", ""))
+TRAINED_MODEL = TINY_MODEL / "trained"
+"""The same with other weights."""
 SMOLLM2 = Path(os.environ.get("TEST_SMOLLM2", ""))
 collect_ignore_glob = [] if PYTHON else ["test_*.py"]
 
@@ -23,16 +26,19 @@ FLAGS = ("--max-running-requests", str(MAX_RUNNING), "--max-queued-requests", st
 
 
 @pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuServer]:
-    with CpuServer(PYTHON, TINY_MODEL, tmp_path_factory.mktemp("sglang") / "sglang.log", flags=FLAGS) as server:
-        yield server
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[CpuServer]:
-    """Of the tiny model, for a test that breaks it."""
-    with CpuServer(PYTHON, TINY_MODEL, tmp_path / "sglang.log") as server:
-        yield server
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[CpuServer]]:
+    """Two of the tiny model, which start side by side. Who ends one starts it again."""
+    folder = tmp_path_factory.mktemp("sglang")
+    pair = [CpuServer(PYTHON, TINY_MODEL, folder / f"sglang{n}.log", flags=FLAGS) for n in range(2)]
+    try:
+        for server in pair:
+            server.start()
+        for server in pair:
+            server.wait_until_ready()
+        yield pair
+    finally:
+        for server in pair:
+            server.stop()
 
 
 @pytest.fixture
@@ -42,15 +48,21 @@ def smollm2_server(tmp_path: Path) -> Iterator[CpuServer]:
 
 
 @pytest.fixture
-async def real(shared_server: CpuServer) -> AsyncIterator[RealSglang]:
-    """The tiny model's server. Whatever a test did, nothing decodes on afterwards."""
-    async with RealSglang(shared_server.base_url) as server:
-        yield server
-        await server.undo()
-        await server.until_idle()
+async def pair(servers: list[CpuServer]) -> AsyncIterator[list[RealSglang]]:
+    """Whatever a test did, nothing decodes on afterwards, and the next one finds them as they were started."""
+    async with AsyncExitStack() as stack:
+        both = [await stack.enter_async_context(RealSglang(server.base_url, TINY_MODEL)) for server in servers]
+        yield both
+        for real in both:
+            await real.restore()
+
+
+@pytest.fixture
+def real(pair: list[RealSglang]) -> RealSglang:
+    return pair[0]
 
 
 @pytest.fixture(scope="session")
 def reference() -> Iterator[Reference]:
-    with Reference(PYTHON, TINY_MODEL) as transformers:
+    with Reference(PYTHON, {FIRST_VERSION: TINY_MODEL, TRAINED_VERSION: TRAINED_MODEL}) as transformers:
         yield transformers

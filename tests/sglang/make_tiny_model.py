@@ -1,4 +1,6 @@
-"""Makes a Llama of 0.4 M random weights, the same ones each time, with a tokenizer: make_tiny_model.py FOLDER.
+"""Makes Llamas of 0.4 M random weights, the same ones each time, with one tokenizer: make_tiny_model.py FOLDER ...
+
+Each FOLDER gets weights of its own, as if it had been trained on from the one before.
 
 Runs in SGLang's environment. A model that never learned anything is as good as any for what is tested: fast, exact,
 and what it says are random bytes, which text does not preserve.
@@ -42,8 +44,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(vocab_size: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
+def make_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=128,
@@ -63,11 +65,11 @@ def make_model(vocab_size: int) -> LlamaForCausalLM:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    make_model(len(tokenizer)).save_pretrained(folder)
-    print(f"{folder}: {len(tokenizer)} tokens")
+    for seed, folder in enumerate(map(Path, sys.argv[1:])):
+        tokenizer.save_pretrained(folder)
+        make_model(len(tokenizer), seed).save_pretrained(folder)
+        print(f"{folder}: {len(tokenizer)} tokens")
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class Proxy:
         """Connections that the server was the first to end."""
         self.keeps_ends = False
         """The client is not told of those."""
+        self._faults: dict[str, Callable[[Connection], None]] = {}
 
     async def __aenter__(self) -> Self:
         self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -90,6 +91,13 @@ class Proxy:
         for connection in self.connections:
             connection.close()
         await asyncio.gather(*self._tasks)
+
+    def on_request(self, path: str, fault: Callable[[Connection], None] | None) -> None:
+        """What befalls a connection as soon as a request for `path` has passed, before any answer; None: nothing."""
+        if fault is None:
+            self._faults.pop(path, None)
+        else:
+            self._faults[path] = fault
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_SECONDS):
@@ -120,9 +128,13 @@ class Proxy:
             while data := await reader.read(CHUNK_BYTES):
                 if connection.has_lost_server:
                     return connection.cut()
-                self.requests += [found[1].decode() for found in REQUEST.finditer(data)]
-                self._changed.set()
+                paths = [found[1].decode() for found in REQUEST.finditer(data)]
+                self.requests += paths
                 connection.send(data)
+                for path in paths:
+                    if path in self._faults:
+                        self._faults[path](connection)
+                self._changed.set()
         except ConnectionError:
             pass
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.sglang.asking import RealSglang
+from tests.sglang.conftest import SMOLLM2
 
 if TYPE_CHECKING:
     from examples.sglang.serve_cpu import CpuServer
@@ -35,7 +36,7 @@ async def test_the_demo_on_sglang(smollm2_server: CpuServer, tmp_path: Path) -> 
     )
     output = (await process.communicate())[0].decode()
     assert process.returncode == 0, output
-    async with RealSglang(smollm2_server.base_url) as real:
+    async with RealSglang(smollm2_server.base_url, SMOLLM2) as real:
         await real.until_idle()
     assert "6 groups, 24 samples" in output
     rows = pq.read_table(tmp_path / "trajectories.parquet").to_pylist()

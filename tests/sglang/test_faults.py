@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters._http import RetrySettings
-from py_scheduler.domain.generation import FinishReason, Generation, WeightSpan
+from py_scheduler.adapters._http import RetrySettings, error_message
+from py_scheduler.adapters._sglang_requests import refusal
+from py_scheduler.domain.generation import FinishReason, Generation, WeightSpan, WeightUpdate
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError, EngineUnavailableError
-from tests.sglang.asking import CONTEXT_LENGTH, MAX_QUEUED, MAX_RUNNING, PROMPT, request
+from tests.sglang.asking import (
+    CONTEXT_LENGTH,
+    MAX_QUEUED,
+    MAX_RUNNING,
+    PROMPT,
+    TRAINED_VERSION,
+    USABLE_CONTEXT,
+    VOCAB_SIZE,
+    request,
+)
+from tests.sglang.conftest import TRAINED_MODEL
 from tests.sglang.proxy import Connection, Proxy
 
 if TYPE_CHECKING:
@@ -128,6 +139,17 @@ async def test_a_context_that_the_server_finds_too_long(real: RealSglang, prompt
         assert len((await engine.generate(request(max_new_tokens=3))).token_ids) == 3
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", [CONTEXT_LENGTH + 1, CONTEXT_LENGTH - 3])
+async def test_how_the_server_says_that_a_context_is_too_long(real: RealSglang, prompt: int, stream: bool) -> None:
+    """As a status of 400, or in a stream of status 200: read as the same."""
+    body = {"input_ids": [9] * prompt, "sampling_params": {"max_new_tokens": 16}, "stream": stream}
+    status, answer = await real.ask("/generate", body)
+    assert status == (200 if stream else 400)
+    message = error_message(answer.removeprefix(b"data: ").partition(b"\n\n")[0])
+    assert isinstance(refusal(400, message, of_router=False), ContextOverflowError)
+
+
 async def test_a_bad_parameter_is_rejected_and_not_repeated(real: RealSglang) -> None:
     async with Proxy(real.base_url) as proxy, real.engine(proxy.base_url) as engine:
         proxy.requests.clear()
@@ -157,10 +179,10 @@ async def test_a_full_queue_is_asked_again(real: RealSglang) -> None:
         patient = RetrySettings(attempts=100, base_seconds=0.05, max_seconds=0.2)
         async with real.engine(proxy.base_url, retry=patient) as engine:
             generations = await asyncio.gather(
-                *(engine.generate(request(f"r{n}", max_new_tokens=40)) for n in range(count))
+                *(engine.generate(request(f"r{n}", max_new_tokens=8)) for n in range(count))
             )
         assert proxy.requests.count(GENERATE) > count
-    assert {len(generation.token_ids) for generation in generations} == {40}
+    assert {len(generation.token_ids) for generation in generations} == {8}
 
 
 # -- lost and silent connections
@@ -188,15 +210,18 @@ async def test_a_connection_that_breaks_in_mid_stream_keeps_its_tokens(
 async def test_what_brought_no_token_is_aborted_and_then_tried_again(
     real: RealSglang, fault: Callable[[Connection], None]
 ) -> None:
-    async with Proxy(real.base_url) as proxy, real.engine(proxy.base_url, first_token_timeout_seconds=2.0) as engine:
-        await real.pause()
-        task = asyncio.create_task(engine.generate(request(max_new_tokens=64)))
+    """The server hears nothing of the fault, so that only the abort can end what it runs."""
+    async with Proxy(real.base_url) as proxy, real.engine(proxy.base_url, first_token_timeout_seconds=4.0) as engine:
+        await real.slow_down(1.0)
+        task = asyncio.create_task(engine.generate(request(max_new_tokens=8)))
         await proxy.until(lambda: GENERATE in proxy.requests[-1:])
         fault(proxy.connections[-1])
-        await proxy.until(lambda: ABORT in proxy.requests)
-        await real.resume()
-        assert len((await task).token_ids) == 64
+        await proxy.until(lambda: proxy.events > 0)
         assert proxy.requests[-3:] == [GENERATE, ABORT, GENERATE]
+        # The second has begun, and the first, which had seven tokens to go, is not beside it.
+        assert (await real.load())["num_running_reqs"] == 1
+        await real.slow_down(None)
+        assert len((await task).token_ids) == 8
 
 
 async def test_a_silent_server_is_given_up_after_a_bounded_number_of_tries(real: RealSglang) -> None:
@@ -222,6 +247,25 @@ async def test_a_connection_that_the_server_has_closed_meanwhile(real: RealSglan
 # -- pauses and weights
 
 
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_a_server_that_is_paused_when_it_is_met(real: RealSglang, mode: str) -> None:
+    """It tells what it is but for its vocabulary, obeys, and holds what it is asked."""
+    await real.pause(mode)
+    async with Proxy(real.base_url) as proxy, real.engine(proxy.base_url, control_timeout_seconds=1.0) as engine:
+        info = await engine.model_info()
+        assert (info.vocab_size, info.context_length) == (0, USABLE_CONTEXT)
+        task = asyncio.create_task(engine.generate(request(max_new_tokens=5)))
+        await engine.update_weights(WeightUpdate(model_path=str(TRAINED_MODEL), weight_version=TRAINED_VERSION))
+        assert not task.done()
+        await engine.resume()
+        generation = await task
+        assert generation.weight_spans == (WeightSpan(TRAINED_VERSION, 0, 5),)
+        info = await engine.model_info()
+        assert (info.vocab_size, info.weight_version) == (VOCAB_SIZE, TRAINED_VERSION)
+        with pytest.raises(EngineRejectedError, match="outside the vocabulary"):
+            await engine.generate(request(prompt=(VOCAB_SIZE,)))
+
+
 async def test_a_new_generation_waits_for_a_paused_server(real: RealSglang) -> None:
     async with Proxy(real.base_url) as proxy, real.engine(proxy.base_url) as engine:
         await real.pause("abort")
@@ -239,12 +283,12 @@ async def test_a_generation_over_an_update_tells_which_weights_made_what(real: R
         task = asyncio.create_task(engine.generate(request(max_new_tokens=60)))
         await real.until_running(1, tokens=len(PROMPT) + 10)
         await real.pause()
-        await real.update_weights("step-1")
+        await real.update_weights("renamed")
         await real.resume()
         generation = await task
-        assert (await engine.model_info()).weight_version == "step-1"
+        assert (await engine.model_info()).weight_version == "renamed"
     assert len(generation.token_ids) == 60
     before, after = generation.weight_spans
-    assert (before.version, after.version) == ("default", "step-1")
+    assert (before.version, after.version) == ("default", "renamed")
     assert (before.start, before.end, after.end) == (0, after.start, 60)
     assert 10 <= before.end < 60

@@ -59,7 +59,7 @@ class _Flight:
 class ControlledModel:
     """A GenerationEngine with GenerationControl. `fail_with` is raised by the next control call, without effect."""
 
-    def __init__(self, default_max_new_tokens: int | None = 16) -> None:
+    def __init__(self, default_max_new_tokens: int | None = 16, context_length: int = 10_000) -> None:
         self.version = "v0"
         self.mode: PauseMode | None = None
         self.requests: list[GenerationRequest] = []
@@ -68,6 +68,7 @@ class ControlledModel:
         self.control_calls: list[str] = []
         self.fail_with: GenerationError | None = None
         self.default_max_new_tokens = default_max_new_tokens
+        self.context_length = context_length
 
     # What a test makes happen
 
@@ -103,7 +104,7 @@ class ControlledModel:
         return ModelInfo(
             name="controlled",
             vocab_size=10_000,
-            context_length=10_000,
+            context_length=self.context_length,
             weight_version=self.version,
             log_prob_kind=LogProbKind.SAMPLED,
             default_max_new_tokens=self.default_max_new_tokens,

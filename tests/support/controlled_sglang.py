@@ -86,7 +86,7 @@ class ControlledSglang:
         return web.json_response({"model_path": "/models/tiny", "weight_version": self.weight_version})
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"max_req_input_len": MAX_INPUT})
+        return web.json_response({"model_path": "/models/tiny", "max_req_input_len": MAX_INPUT})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json()).get("prompt", "")

@@ -138,6 +138,10 @@ class FakeEngine:
             raise NotFoundError(f"no submission {selector.submission_id or selector.batch_id!r}")
         return self.view
 
+    async def resume_training(self, namespace: str) -> int:
+        self._maybe_fail()
+        return 0
+
     def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
         self._maybe_fail()
         raise NotFoundError(f"no task {task_id!r}")

@@ -69,6 +69,8 @@ class ScriptedSglang:
     tells_vocabulary: bool = True
     heeds_seeds: bool = False
     model_name: str = "tiny"
+    weights_path: str = ""
+    """Of the last update; the server takes it for its name from then on."""
     vocab_size: int = VOCAB_SIZE
     weight_version: str = "default"
     port: int = 0
@@ -79,11 +81,14 @@ class ScriptedSglang:
     """sglang-router: it forwards generations, as if to a worker, and answers 404 to everything else."""
     load_questions: int = 0
     load_status: int = 200
+    load_gate: asyncio.Event | None = None
     tokenize_status: int = 200
     opening: str = ""
     """What the chat template puts behind a conversation, for the answer to go on from."""
     is_paused: bool = False
+    """It holds only the question for its vocabulary: what else it is to hold, scripts say."""
     health_questions: int = 0
+    vocabulary_questions: int = 0
 
     async def __aenter__(self) -> Self:
         self._changed = asyncio.Event()
@@ -119,6 +124,10 @@ class ScriptedSglang:
                 self._changed.clear()
                 await self._changed.wait()
 
+    def go_on(self) -> None:
+        self.is_paused = False
+        self._changed.set()
+
     @property
     def rids(self) -> list[str]:
         return [body["rid"] for body in self.bodies]
@@ -128,8 +137,8 @@ class ScriptedSglang:
     async def _model_info(self, _request: web.Request) -> web.Response:
         return web.json_response(
             {
-                "model_path": "/models/tiny",
-                "served_model_name": self.model_name,
+                "model_path": self.weights_path or "/models/tiny",
+                "served_model_name": self.weights_path or self.model_name,
                 "weight_version": self.weight_version,
             }
         )
@@ -137,6 +146,8 @@ class ScriptedSglang:
     async def _server_info(self, _request: web.Request) -> web.Response:
         return web.json_response(
             {
+                "model_path": "/models/tiny",
+                "served_model_name": self.model_name,
                 "context_length": None,
                 "max_req_input_len": self.context_length - INPUT_MARGIN,
                 "incremental_streaming_output": self.streams_increments,
@@ -148,6 +159,8 @@ class ScriptedSglang:
         assert request.query["include"] == "core"
         self.load_questions += 1
         self._changed.set()
+        if self.load_gate is not None:
+            await self.load_gate.wait()
         if self.load_status != 200:
             return _error(self.load_status, "scripted", "error")
         waiting = self.foreign_requests
@@ -179,6 +192,9 @@ class ScriptedSglang:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if body.get("token_ids_logprob") == [-1]:
+            self.vocabulary_questions += 1
+            self._changed.set()
+            await self.until(lambda: not self.is_paused)
             said = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {self.vocab_size})."
             return _error(400, said if self.tells_vocabulary else "no such thing", "error")
         self.bodies.append(body)

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, StopCause, TaskDone
+from py_scheduler.domain.events import (
+    AbortRequested,
+    AttemptEnded,
+    AttemptStarted,
+    StopCause,
+    TaskDone,
+    TrainingResumed,
+    WeightsChanged,
+)
 from py_scheduler.domain.generation import FinishReason, LogProbKind, SamplingParams, StoppingCriteria, WeightSpan
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.limits import MAX_DEADLINE_SECONDS, MAX_REPEAT_TIMES, MAX_RETRIES
@@ -115,6 +123,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @st.composite
 def samples(draw: st.DrawFn) -> SampleDone:
     node_ip = draw(optional_names)
+    weight_epoch = draw(maybe(st.integers(0, 2**64 - 1)))
     return SampleDone(
         task_id=draw(names),
         sample_no=draw(counts),
@@ -133,6 +142,8 @@ def samples(draw: st.DrawFn) -> SampleDone:
             )
         ),
         started_unix_seconds=draw(seconds),
+        weight_epoch=weight_epoch,
+        staleness=0 if weight_epoch is None else draw(counts),
     )
 
 
@@ -191,7 +202,15 @@ dones = st.builds(
     rewards=st.lists(rewards, max_size=3).map(tuple),
     group_outcomes=st.lists(st.sampled_from(Outcome), max_size=3).map(tuple),
 )
-events_that_travel_whole = started() | ended | aborts | dones
+weight_changes = st.builds(
+    WeightsChanged,
+    roles=st.lists(names, max_size=3).map(tuple),
+    weight_version=texts,
+    epoch=st.integers(0, 2**64 - 1),
+    unix_seconds=seconds,
+)
+resumes = st.builds(TrainingResumed, epoch=st.integers(0, 2**64 - 1), unix_seconds=seconds)
+events_that_travel_whole = started() | ended | aborts | dones | weight_changes | resumes
 
 
 training_samples = st.builds(

@@ -163,6 +163,38 @@ def test_only_an_evaluator_is_needed() -> None:
             "scheduler.max_running_generations.judge",
             "no such role",
         ),
+        (
+            EVALUATOR + "[scheduler.staleness.default]\nmax_staleness = -1\nstep_size = 1",
+            "scheduler.staleness.default.max_staleness",
+            ">= 0",
+        ),
+        (
+            EVALUATOR + "[scheduler.staleness.default]\nmax_staleness = 1\nstep_size = 0",
+            "scheduler.staleness.default.step_size",
+            ">= 1",
+        ),
+        (
+            EVALUATOR + "[scheduler.staleness.default]\nmax_staleness = 1",
+            "scheduler.staleness.default.step_size",
+            "is missing",
+        ),
+        (
+            EVALUATOR + "[scheduler.staleness]\nmax_staleness = 1",
+            "scheduler.staleness.max_staleness",
+            r"write \[scheduler.staleness.NAME\]",
+        ),
+        (
+            EVALUATOR + '[scheduler.staleness."a\\nb"]\nmax_staleness = 1\nstep_size = 1',
+            "scheduler.staleness.a\nb",
+            "cannot be printed",
+        ),
+        (
+            EVALUATOR
+            + '[generation.student]\nkind = "embedded"\n'
+            + "[scheduler.staleness.default]\nmax_staleness = 1\nstep_size = 1",
+            "scheduler.staleness",
+            "never change",
+        ),
         (EVALUATOR + 'on_weight_update = "forget"', "evaluator[0].on_weight_update", "forget"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = -1", "scheduler.stop_grace_seconds", "not negative"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = 601", "scheduler.stop_grace_seconds", "at most 600"),

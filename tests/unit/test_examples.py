@@ -8,7 +8,7 @@ import runpy
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import msgspec
 import pytest
@@ -59,9 +59,8 @@ def test_a_configuration_loads_and_its_batches_fit_its_cluster(name: str) -> Non
 def whole_example() -> str:
     """examples/scheduler.toml with everything that is commented out in it."""
     text = (ROOT / "examples/scheduler.toml").read_text(encoding="utf-8")
-    in_use = '[generation.student]\nkind = "sglang"\nbase_url = "http://127.0.0.1:30000"\n'
-    assert in_use in text
-    # What stands there as another way to have a teacher gets a name of its own.
+    # What stands there as another way to have a student or a teacher gets a name of its own.
+    text = text.replace('[generation.student]\n#kind = "embedded"', '[generation.embedded]\n#kind = "embedded"')
     text = text.replace(
         '[generation.teacher]\n#kind = "with_examples"', '[generation.examples]\n#kind = "with_examples"'
     )
@@ -69,7 +68,7 @@ def whole_example() -> str:
         '[generation.teacher]\n#kind = "sglang"\n#base_urls', '[generation.fleet]\n#kind = "sglang"\n#base_urls'
     )
     text = text.replace("[generation.teacher.fleet]", "[generation.fleet.fleet]")
-    return re.sub(r"(?m)^#(?=[\[a-z])", "", text.replace(in_use, ""))
+    return re.sub(r"(?m)^#(?=[\[a-z])", "", text)
 
 
 def keys_missing(table: dict[str, Any], target: type[msgspec.Struct], key: str = "") -> Iterator[str]:
@@ -86,6 +85,8 @@ def keys_missing(table: dict[str, Any], target: type[msgspec.Struct], key: str =
             continue  # shown in full once, and of a Resource as far as it makes sense
         elif struct is not None:
             value = table[field.name]
+            if get_origin(field.type) is dict:
+                value = list(value.values())
             merged = (
                 {name: part for entry in value for name, part in entry.items()} if isinstance(value, list) else value
             )
@@ -112,7 +113,7 @@ def test_what_is_commented_out_shows_the_defaults() -> None:
     assert whole.server == live.server
     left_out = {
         name: getattr(whole.scheduler, name)
-        for name in ("batching_strategy", "workdir_root", "max_wait_seconds", "max_running_generations")
+        for name in ("batching_strategy", "workdir_root", "max_wait_seconds", "max_running_generations", "staleness")
     }
     assert whole.scheduler == msgspec.structs.replace(live.scheduler, **left_out)
     assert whole.rollout == msgspec.structs.replace(live.rollout, dagger=DAggerSchedule())
@@ -130,14 +131,14 @@ def test_what_is_commented_out_shows_the_defaults() -> None:
 def test_the_commented_tables_load_and_show_the_defaults() -> None:
     path = ROOT / "examples/scheduler.toml"
     config = parse_config(whole_example())
-    assert set(config.generation) == {"student", "teacher", "fleet", "examples"}
+    assert set(config.generation) == {"student", "embedded", "teacher", "fleet", "examples"}
     faults: list[FieldViolation] = []
     build_generation(config, path.parent, faults)
-    assert {fault.field for fault in faults} <= {"generation.student.gguf_path"}, "the model may not be fetched yet"
-    student = dict(config.generation["student"])
-    assert (student.pop("kind"), student.pop("gguf_path")) == ("embedded", "")
-    assert set(student) == set(LlamaCppSettings.__struct_fields__) - {"threads"}
-    assert convert_table(student, LlamaCppSettings, "generation.student") == LlamaCppSettings()
+    assert {fault.field for fault in faults} <= {"generation.embedded.gguf_path"}, "the model may not be fetched yet"
+    embedded = dict(config.generation["embedded"])
+    assert (embedded.pop("kind"), embedded.pop("gguf_path")) == ("embedded", "")
+    assert set(embedded) == set(LlamaCppSettings.__struct_fields__) - {"threads"}
+    assert convert_table(embedded, LlamaCppSettings, "generation.embedded") == LlamaCppSettings()
 
 
 # The SWE recipe's shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ class Controlled(ScriptedSglang):
     def __init__(self) -> None:
         super().__init__()
         self.control_status = 200
+        self.control_gate: asyncio.Event | None = None
+        """No control call is obeyed before it is set."""
         self.calls: list[str] = []
 
     def _add_calls(self, app: web.Application) -> None:
@@ -39,8 +42,11 @@ class Controlled(ScriptedSglang):
     async def _control(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.calls.append(request.path)
+        self._changed.set()
+        if self.control_gate is not None:
+            await self.control_gate.wait()
         if self.control_status == 200 and request.path == UPDATE:
-            self.weight_version = body["weight_version"]
+            self.weight_version, self.weights_path = body["weight_version"], body["model_path"]
         elif self.control_status == 200:
             self.is_paused = request.path == PAUSE
         return web.json_response({"message": "scripted"}, status=self.control_status)
@@ -127,4 +133,50 @@ async def test_a_call_that_no_endpoint_obeys_fails() -> None:
         with pytest.raises(EngineUnavailableError, match="answered 500"):
             await fleet.pause(PauseMode.ABORT)
         with pytest.raises(EngineUnavailableError, match="no endpoint is up"):
-            await fleet.resume()
+            await fleet.update_weights(weights("1"))
+
+
+async def test_a_pause_ends_also_when_nobody_is_there_to_hear_of_it() -> None:
+    async with controlled() as (fleet, clock, first, second):
+        await fleet.pause(PauseMode.RETRACT)
+        for endpoint in fleet._endpoints:
+            endpoint.failed("scripted")
+        await fleet.resume()
+        assert (first.is_paused, second.is_paused) == (True, True)
+        await clock.advance(1.0)
+        await eventually(lambda: up(fleet) == [True, True])
+        assert (first.is_paused, second.is_paused) == (False, False)
+
+
+async def test_a_pause_that_ends_while_an_endpoint_is_coming_up_ends_there_too() -> None:
+    async with controlled() as (fleet, clock, first, _):
+        await fleet.pause(PauseMode.IN_PLACE)
+        fleet._endpoints[0].failed("scripted")
+        first.load_gate = asyncio.Event()
+        questions = first.load_questions
+        await clock.advance(1.0)
+        await first.until(lambda: first.load_questions > questions)
+        # It was asked what it has missed already, and is not up yet.
+        await fleet.resume()
+        assert first.is_paused
+        first.load_gate.set()
+        await clock.advance(MAX_BACKOFF_SECONDS)
+        await eventually(lambda: up(fleet) == [True, True])
+        assert not first.is_paused
+
+
+async def test_an_update_that_its_caller_gives_up_is_not_left_half_done() -> None:
+    async with controlled() as (fleet, clock, first, second):
+        second.control_gate = asyncio.Event()
+        updating = asyncio.create_task(fleet.update_weights(weights("1")))
+        await second.until(lambda: second.calls == [UPDATE])
+        await first.until(lambda: first.calls == [UPDATE])
+        updating.cancel()
+        await asyncio.wait([updating])
+        assert updating.cancelled()
+        assert up(fleet) == [False, False], "nobody knows what they have"
+        second.control_gate.set()
+        await clock.advance(1.0)
+        await eventually(lambda: up(fleet) == [True, True])
+        assert (first.weight_version, second.weight_version) == ("1", "1")
+        assert first.calls == [UPDATE], "it has it already"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import pytest
+from msgspec.structs import replace
 
 from py_scheduler.adapters.sglang_fleet import SglangFleet
 from py_scheduler.domain.generation import Generation
@@ -15,7 +16,7 @@ from py_scheduler.errors import (
     EngineUnavailableError,
 )
 from tests.support.fake_clock import FakeClock
-from tests.support.fleets import MAX_BACKOFF_SECONDS, eventually, fleet_of, fleet_on, request, servers
+from tests.support.fleets import MAX_BACKOFF_SECONDS, QUICK, eventually, fleet_of, fleet_on, request, servers
 from tests.support.scripted_sglang import Script, ScriptedSglang
 
 
@@ -210,6 +211,24 @@ async def test_paused_is_not_dead() -> None:
             gate.set()
         assert [len((await task).token_ids) for task in tasks] == [8] * 4
         assert [server.health_questions for server in pair] == [0, 0], "it costs a token and a second"
+
+
+async def test_an_endpoint_that_is_paused_when_it_is_met_is_up_and_holds_what_it_gets() -> None:
+    async with servers(2) as (first, second):
+        first.is_paused = True
+        settings = replace(QUICK, control_timeout_seconds=0.2)
+        fleet = SglangFleet([first.base_url, second.base_url], settings=settings, clock=FakeClock())
+        await fleet.start()
+        assert up(fleet) == [True, True]
+        assert (await fleet.model_info()).vocab_size == 512
+        tasks = start(fleet, [f"r{n}" for n in range(4)])
+        await first.until(lambda: first.vocabulary_questions == 2)
+        await asyncio.gather(*tasks[1::2])
+        assert not first.bodies
+        first.go_on()
+        assert [len((await task).token_ids) for task in tasks] == [8] * 4
+        assert (len(first.bodies), len(second.bodies)) == (2, 2)
+        await fleet.close()
 
 
 # -- warming up

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from msgspec.structs import replace
 
 from py_scheduler.adapters._http import RetrySettings
 from py_scheduler.adapters.sglang import SglangEngine, SglangSettings
@@ -35,7 +38,7 @@ QUICK = SglangSettings(
 @asynccontextmanager
 async def engine_on(**settings: Any) -> AsyncIterator[tuple[SglangEngine, ScriptedSglang]]:
     async with ScriptedSglang() as server:
-        engine = SglangEngine(server.base_url, settings=msgspec.structs.replace(QUICK, **settings))
+        engine = SglangEngine(server.base_url, settings=replace(QUICK, **settings))
         await engine.start()
         try:
             yield engine, server
@@ -92,10 +95,62 @@ async def test_what_the_server_does_not_tell_can_be_set() -> None:
         engine = SglangEngine(server.base_url, settings=QUICK)
         with pytest.raises(EngineUnavailableError, match="set vocab_size"):
             await engine.start()
-        engine = SglangEngine(server.base_url, settings=msgspec.structs.replace(QUICK, vocab_size=77))
+        engine = SglangEngine(server.base_url, settings=replace(QUICK, vocab_size=77))
         await engine.start()
         assert (await engine.model_info()).vocab_size == 77
         await engine.close()
+
+
+async def test_a_server_that_is_paused_when_it_is_met_is_started_with_and_holds_what_it_is_asked() -> None:
+    async with ScriptedSglang(is_paused=True) as server:
+        engine = SglangEngine(server.base_url, settings=replace(QUICK, control_timeout_seconds=0.2))
+        await engine.start()
+        info = await engine.model_info()
+        assert (info.name, info.vocab_size, info.context_length) == ("tiny", 0, 1000)
+        tasks = [asyncio.create_task(engine.generate(request(f"r{n}"))) for n in range(4)]
+        aborted, cancelled = (asyncio.create_task(engine.generate(request(rid))) for rid in ("aborted", "cancelled"))
+        outside = asyncio.create_task(engine.generate(replace(request("outside"), token_ids=[1, 600])))
+        await server.until(lambda: server.vocabulary_questions == 2)
+        await engine.abort("aborted")
+        assert (await aborted).finish_reason is FinishReason.ABORT
+        tasks.pop(0).cancel()  # the one that asks: another takes over
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        server.go_on()
+        assert [(await task).token_ids for task in tasks] == [ids(8)] * 3
+        with pytest.raises(EngineRejectedError, match="outside the vocabulary"):
+            await outside
+        assert (await engine.model_info()).vocab_size == 512
+        assert (server.vocabulary_questions, len(server.bodies)) == (3, 3)
+        await engine.close()
+
+
+async def test_what_a_paused_server_holds_does_not_wait_for_ever() -> None:
+    async with ScriptedSglang(is_paused=True) as server:
+        settings = replace(QUICK, control_timeout_seconds=0.1, first_token_timeout_seconds=0.1)
+        engine = SglangEngine(server.base_url, settings=settings)
+        await engine.start()
+        with pytest.raises(EngineUnavailableError, match="failed 3 times in a row, last: no answer in time"):
+            await engine.generate(request())
+        held = asyncio.create_task(engine.generate(request("held")))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineUnavailableError, match="the engine was closed"):
+            await held
+        assert not server.bodies
+
+
+@pytest.mark.parametrize("said", [[], {}, {"model_path": "/m", "max_req_input_len": "many"}, None])
+async def test_what_is_no_sglang_server_is_refused(said: Any) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(said)
+
+    app = web.Application()
+    app.router.add_get("/model_info", answer)
+    app.router.add_get("/server_info", answer)
+    async with TestServer(app) as server:
+        with pytest.raises(EngineUnavailableError, match=r"does not tell its context|in no known way"):
+            await SglangEngine(str(server.make_url("")), settings=QUICK).start()
 
 
 async def test_a_server_that_streams_increments_is_refused() -> None:
@@ -122,8 +177,8 @@ async def test_every_sampling_field_is_sent_and_the_unsaid_is_not() -> None:
     }
     assert set(said) == set(SamplingParams.__struct_fields__)
     async with engine_on(stream_interval=16) as (engine, server):
-        await engine.generate(msgspec.structs.replace(request(), sampling=msgspec.convert(said, SamplingParams)))
-        await engine.generate(msgspec.structs.replace(request("unsaid", max_new_tokens=None), session_id="episode"))
+        await engine.generate(replace(request(), sampling=msgspec.convert(said, SamplingParams)))
+        await engine.generate(replace(request("unsaid", max_new_tokens=None), session_id="episode"))
     assert server.bodies[0]["sampling_params"] == said | {"stream_interval": 16}
     assert server.bodies[0]["return_logprob"] is True
     assert "session_id" not in server.bodies[0]
@@ -167,7 +222,7 @@ async def test_weight_versions_become_spans() -> None:
 async def test_ids_outside_the_vocabulary_are_never_sent(token_id: int) -> None:
     async with engine_on() as (engine, server):
         with pytest.raises(EngineRejectedError, match="outside the vocabulary"):
-            await engine.generate(msgspec.structs.replace(request(), token_ids=[1, token_id]))
+            await engine.generate(replace(request(), token_ids=[1, token_id]))
         assert not server.bodies
 
 

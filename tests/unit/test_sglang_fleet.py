@@ -301,6 +301,32 @@ async def test_behind_a_router_the_workers_get_everything_but_generations() -> N
         await engine.close()
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(status=502, message="the worker was lost"),
+        Script(status=400, message="Duplicate request ID detected: r"),
+        Script(status=400, message="Duplicate request ID detected: r", form="stream"),
+    ],
+    ids=["it lost the worker", "it sent it twice", "it sent it twice, and said so in the stream"],
+)
+async def test_what_a_router_lost_may_run_on_and_is_aborted_before_the_next_attempt(script: Script) -> None:
+    async with servers(2) as workers, ScriptedSglang(is_router=True) as router:
+        urls = [worker.base_url for worker in workers]
+        engine = SglangEngine(router.base_url, control_urls=urls, settings=QUICK)
+        await engine.start()
+        gate = asyncio.Event()
+        router.scripts.extend([script, Script(gate=gate)])
+        task = asyncio.create_task(engine.generate(request()))
+        await router.until(lambda: len(router.bodies) == 2)
+        aborted = [list(worker.aborts) for worker in workers]
+        gate.set()
+        assert len((await task).token_ids) == 8
+        assert aborted == [[router.rids[0]]] * 2
+        assert router.rids[0] != router.rids[1]
+        await engine.close()
+
+
 async def test_a_router_alone_is_no_engine() -> None:
     async with ScriptedSglang(is_router=True) as router:
         with pytest.raises(EngineUnavailableError, match="404"):

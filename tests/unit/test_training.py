@@ -33,6 +33,12 @@ def test_a_finished_sample_carries_its_arrays_and_its_reward() -> None:
     assert TASK.metadata == {"level": 3}
 
 
+def test_a_sample_tells_its_weight_epoch_and_staleness_also_as_a_dummy() -> None:
+    for outcome in (SOLVED, Outcome.ABORTED):
+        metadata = training_sample(TASK, done_sample(outcome, weight_epoch=3, staleness=2)).metadata
+        assert (metadata["_weight_epoch"], metadata["_staleness"]) == (3, 2)
+
+
 def test_the_groups_score_takes_the_place_of_the_samples_own_and_changes_what_it_came_to() -> None:
     group = group_with(SOLVED, WRONG, rewards=[0.5, 1.0], group_outcomes=[WRONG, SOLVED])
     first, second = training_group(group)

@@ -313,6 +313,59 @@ class TaskDone(_message.Message):
 Global___TaskDone: _TypeAlias = TaskDone  # noqa: Y015
 
 @_typing.final
+class WeightsChanged(_message.Message):
+    """A language model has other weights. Of no submission: watchers of a whole namespace, whichever it is, see it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLES_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHT_EPOCH_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.str
+    weight_epoch: _builtins.int
+    """Its weight_epoch from now on; 0 for the first weights that were seen."""
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that rest on its engine."""
+
+    def __init__(
+        self,
+        *,
+        roles: _abc.Iterable[_builtins.str] | None = ...,
+        weight_version: _builtins.str = ...,
+        weight_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["roles", b"roles", "weight_epoch", b"weight_epoch", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsChanged: _TypeAlias = WeightsChanged  # noqa: Y015
+
+@_typing.final
+class TrainingResumed(_message.Message):
+    """A namespace's trainer starts, or starts again: it trains on nothing that ended before. Of no submission."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_EPOCH_FIELD_NUMBER: _builtins.int
+    weight_epoch: _builtins.int
+    """Of the student."""
+    def __init__(
+        self,
+        *,
+        weight_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_epoch", b"weight_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainingResumed: _TypeAlias = TrainingResumed  # noqa: Y015
+
+@_typing.final
 class Event(_message.Message):
     """One event of the server's store."""
 
@@ -326,6 +379,8 @@ class Event(_message.Message):
     ATTEMPT_ENDED_FIELD_NUMBER: _builtins.int
     ABORT_REQUESTED_FIELD_NUMBER: _builtins.int
     TASK_DONE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_CHANGED_FIELD_NUMBER: _builtins.int
+    TRAINING_RESUMED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Rises by one with every event of the store."""
     unix_seconds: _builtins.float
@@ -340,6 +395,10 @@ class Event(_message.Message):
     def abort_requested(self) -> Global___AbortRequested: ...
     @_builtins.property
     def task_done(self) -> Global___TaskDone: ...
+    @_builtins.property
+    def weights_changed(self) -> Global___WeightsChanged: ...
+    @_builtins.property
+    def training_resumed(self) -> Global___TrainingResumed: ...
     def __init__(
         self,
         *,
@@ -351,12 +410,14 @@ class Event(_message.Message):
         attempt_ended: Global___AttemptEnded | None = ...,
         abort_requested: Global___AbortRequested | None = ...,
         task_done: Global___TaskDone | None = ...,
+        weights_changed: Global___WeightsChanged | None = ...,
+        training_resumed: Global___TrainingResumed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "weights_changed", b"weights_changed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "sequence", b"sequence", "submission_id", b"submission_id", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "unix_seconds", b"unix_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "sequence", b"sequence", "submission_id", b"submission_id", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "unix_seconds", b"unix_seconds", "weights_changed", b"weights_changed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tasks_accepted", "attempt_started", "attempt_ended", "abort_requested", "task_done"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tasks_accepted", "attempt_started", "attempt_ended", "abort_requested", "task_done", "weights_changed", "training_resumed"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

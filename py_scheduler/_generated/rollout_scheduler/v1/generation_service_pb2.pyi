@@ -70,8 +70,8 @@ class GenerationState(_message.Message):
     weight_version: _builtins.str
     """Empty: the engine has not said yet."""
     weight_epoch: _builtins.int
-    """Rises by one with every change of weights that an update confirmed or that was seen in a generation. From 0 when the
-    server starts.
+    """Rises by one with every change of weights that an update confirmed or that was seen in a generation. From 0 with the
+    server's store; a restart goes on from what its journal says.
     """
     running: _builtins.int
     """Generations at the engine."""

@@ -89,7 +89,8 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetGenerationState(self, request, context):
-        """Says how generation stands, role by role.
+        """Says how generation stands, role by role. Asks the engines which weights they have: whoever changes those without
+        this service calls it afterwards, and what waits for a change goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -30,7 +30,9 @@ class GenerationServiceStub:
     first what it is generating. FAILED_PRECONDITION (ENGINE_REJECTED) with its reason when the engine refuses them.
     """
     GetGenerationState: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetGenerationStateRequest, _generation_service_pb2.GetGenerationStateResponse]
-    """Says how generation stands, role by role."""
+    """Says how generation stands, role by role. Asks the engines which weights they have: whoever changes those without
+    this service calls it afterwards, and what waits for a change goes on.
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Every call may be repeated: it names a state, and an engine that is in it stays so. An engine that cannot be paused or
@@ -72,6 +74,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GetGenerationStateRequest,
         context: _aio.ServicerContext[_generation_service_pb2.GetGenerationStateRequest, _abc.Awaitable[_generation_service_pb2.GetGenerationStateResponse]],
     ) -> _abc.Awaitable[_generation_service_pb2.GetGenerationStateResponse]:
-        """Says how generation stands, role by role."""
+        """Says how generation stands, role by role. Asks the engines which weights they have: whoever changes those without
+        this service calls it afterwards, and what waits for a change goes on.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _aio.Server) -> None: ...

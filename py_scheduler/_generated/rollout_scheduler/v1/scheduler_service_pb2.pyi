@@ -35,6 +35,8 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_ATTEMPT_ENDED: _EventKind.ValueType  # 3
     EVENT_KIND_ABORT_REQUESTED: _EventKind.ValueType  # 4
     EVENT_KIND_TASK_DONE: _EventKind.ValueType  # 5
+    EVENT_KIND_WEIGHTS_CHANGED: _EventKind.ValueType  # 6
+    EVENT_KIND_TRAINING_RESUMED: _EventKind.ValueType  # 7
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper): ...
 
@@ -44,6 +46,8 @@ EVENT_KIND_ATTEMPT_STARTED: EventKind.ValueType  # 2
 EVENT_KIND_ATTEMPT_ENDED: EventKind.ValueType  # 3
 EVENT_KIND_ABORT_REQUESTED: EventKind.ValueType  # 4
 EVENT_KIND_TASK_DONE: EventKind.ValueType  # 5
+EVENT_KIND_WEIGHTS_CHANGED: EventKind.ValueType  # 6
+EVENT_KIND_TRAINING_RESUMED: EventKind.ValueType  # 7
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 class _TaskPhase:
@@ -621,6 +625,46 @@ class AbortSubmissionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortSubmissionResponse: _TypeAlias = AbortSubmissionResponse  # noqa: Y015
+
+@_typing.final
+class ResumeTrainingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Absent or empty: "default"."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeTrainingRequest: _TypeAlias = ResumeTrainingRequest  # noqa: Y015
+
+@_typing.final
+class ResumeTrainingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_EPOCH_FIELD_NUMBER: _builtins.int
+    weight_epoch: _builtins.int
+    """Of the student, from which staleness is counted now."""
+    def __init__(
+        self,
+        *,
+        weight_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_epoch", b"weight_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeTrainingResponse: _TypeAlias = ResumeTrainingResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

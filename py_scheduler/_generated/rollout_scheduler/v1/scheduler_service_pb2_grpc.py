@@ -59,6 +59,11 @@ class SchedulerServiceStub(object):
                 request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AbortSubmissionRequest.SerializeToString,
                 response_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AbortSubmissionResponse.FromString,
                 _registered_method=True)
+        self.ResumeTraining = channel.unary_unary(
+                '/rollout_scheduler.v1.SchedulerService/ResumeTraining',
+                request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/rollout_scheduler.v1.SchedulerService/GetServerInfo',
                 request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.GetServerInfoRequest.SerializeToString,
@@ -104,6 +109,14 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResumeTraining(self, request, context):
+        """For a trainer that starts, perhaps again from a checkpoint: of what its namespace has produced until now it will
+        train on nothing, so that does not count towards the namespace's max_staleness any more. May be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Says what this server is: its evaluators, engines and nodes.
         """
@@ -138,6 +151,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.AbortSubmission,
                     request_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AbortSubmissionRequest.FromString,
                     response_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AbortSubmissionResponse.SerializeToString,
+            ),
+            'ResumeTraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeTraining,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -280,6 +298,33 @@ class SchedulerService(object):
             '/rollout_scheduler.v1.SchedulerService/AbortSubmission',
             rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AbortSubmissionRequest.SerializeToString,
             rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AbortSubmissionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeTraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_scheduler.v1.SchedulerService/ResumeTraining',
+            rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

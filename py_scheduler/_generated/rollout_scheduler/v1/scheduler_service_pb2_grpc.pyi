@@ -24,6 +24,10 @@ class SchedulerServiceStub:
     """Says how a task stands and, if it waits, what is short where and who is ahead of it."""
     AbortSubmission: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.AbortSubmissionRequest, _scheduler_service_pb2.AbortSubmissionResponse]
     """Stops a submission, or some of its tasks; each still ends with its TaskDone."""
+    ResumeTraining: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ResumeTrainingRequest, _scheduler_service_pb2.ResumeTrainingResponse]
+    """For a trainer that starts, perhaps again from a checkpoint: of what its namespace has produced until now it will
+    train on nothing, so that does not count towards the namespace's max_staleness any more. May be repeated.
+    """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.GetServerInfoRequest, _scheduler_service_pb2.GetServerInfoResponse]
     """Says what this server is: its evaluators, engines and nodes."""
 
@@ -67,6 +71,16 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_scheduler_service_pb2.AbortSubmissionRequest, _abc.Awaitable[_scheduler_service_pb2.AbortSubmissionResponse]],
     ) -> _abc.Awaitable[_scheduler_service_pb2.AbortSubmissionResponse]:
         """Stops a submission, or some of its tasks; each still ends with its TaskDone."""
+
+    @_abc_1.abstractmethod
+    def ResumeTraining(
+        self,
+        request: _scheduler_service_pb2.ResumeTrainingRequest,
+        context: _aio.ServicerContext[_scheduler_service_pb2.ResumeTrainingRequest, _abc.Awaitable[_scheduler_service_pb2.ResumeTrainingResponse]],
+    ) -> _abc.Awaitable[_scheduler_service_pb2.ResumeTrainingResponse]:
+        """For a trainer that starts, perhaps again from a checkpoint: of what its namespace has produced until now it will
+        train on nothing, so that does not count towards the namespace's max_staleness any more. May be repeated.
+        """
 
     @_abc_1.abstractmethod
     def GetServerInfo(

@@ -665,6 +665,8 @@ class SampleDone(_message.Message):
     GPU_IDS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     STARTED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_EPOCH_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     sample_no: _builtins.int
     attempt_no: _builtins.int
@@ -678,6 +680,10 @@ class SampleDone(_message.Message):
     """Where it ran; empty when it never did."""
     started_unix_seconds: _builtins.float
     """When run began; 0: it never did."""
+    weight_epoch: _builtins.int
+    """The weight_epoch of the oldest weights that the student generated tokens of it with. Absent: it generated none."""
+    staleness: _builtins.int
+    """How often the student's weights had changed since then when the sample ended."""
     @_builtins.property
     def reward(self) -> Global___Reward: ...
     @_builtins.property
@@ -702,11 +708,15 @@ class SampleDone(_message.Message):
         gpu_ids: _abc.Iterable[_builtins.int] | None = ...,
         timings: Global___Timings | None = ...,
         started_unix_seconds: _builtins.float = ...,
+        weight_epoch: _builtins.int | None = ...,
+        staleness: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "timings", b"timings", "trajectory", b"trajectory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight_epoch", b"_weight_epoch", "reward", b"reward", "timings", b"timings", "trajectory", b"trajectory", "weight_epoch", b"weight_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_no", b"attempt_no", "error", b"error", "gpu_ids", b"gpu_ids", "node_ip", b"node_ip", "outcome", b"outcome", "phase", b"phase", "reward", b"reward", "sample_no", b"sample_no", "started_unix_seconds", b"started_unix_seconds", "task_id", b"task_id", "termination_reason", b"termination_reason", "timings", b"timings", "trajectory", b"trajectory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight_epoch", b"_weight_epoch", "attempt_no", b"attempt_no", "error", b"error", "gpu_ids", b"gpu_ids", "node_ip", b"node_ip", "outcome", b"outcome", "phase", b"phase", "reward", b"reward", "sample_no", b"sample_no", "staleness", b"staleness", "started_unix_seconds", b"started_unix_seconds", "task_id", b"task_id", "termination_reason", b"termination_reason", "timings", b"timings", "trajectory", b"trajectory", "weight_epoch", b"weight_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weight_epoch: _TypeAlias = _typing.Literal["weight_epoch"]  # noqa: Y015
+    _WhichOneofArgType__weight_epoch: _TypeAlias = _typing.Literal["_weight_epoch", b"_weight_epoch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_epoch) -> _WhichOneofReturnType__weight_epoch | None: ...
 
 Global___SampleDone: _TypeAlias = SampleDone  # noqa: Y015
