@@ -30,7 +30,7 @@ RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 	$(shell find placement_core -name target -prune -o \( -name '*.rs' -o -name '*.toml' \) -print 2>/dev/null)
 PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
-.PHONY: help demo test check bench bench-placement build proto proto-baseline format requirements clean \
+.PHONY: help demo test check bench bench-placement profile-placement msrv build proto proto-baseline format requirements clean \
 	deny package demo-sglang test-sglang test-rust test-python check-rust check-style check-types check-layers check-proto
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make test-sglang     tests against real SGLang servers on the CPU, and make demo-sglang: the demo on one"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
 	@echo "make bench           placement beside what people use (BENCH_RAY=0: without Ray), and no-op throughput"
+	@echo "make profile-placement  instructions and cache misses of placing a token, counted by valgrind"
 	@echo "make build           build the extension and install the package into .venv, editable"
 	@echo "make format          format Rust and Python"
 	@echo "make proto           generate py_scheduler/_generated from proto/"
@@ -133,6 +134,13 @@ endif
 	$(BIN)/python benches/compare_placement.py --criterion target/criterion --python $(BENCH_OUT)/python.json \
 		--ray $(BENCH_OUT)/ray.jsonl --service $(BENCH_OUT)/service.json --docs docs --readme README.md
 
+# What the load of a machine does not change. PROFILE_ARGS="pool 16 64" counts one loop alone.
+PROFILE_ARGS ?=
+
+profile-placement:
+	@valgrind --version >/dev/null 2>&1 || { echo "valgrind is missing: apt-get install valgrind"; exit 1; }
+	$(PYTHON) benches/count_instructions.py $(PROFILE_ARGS)
+
 # What TEST_ARGS asks for is a part of the Python tests.
 test: $(if $(TEST_ARGS),,test-rust) test-python
 
@@ -179,6 +187,12 @@ check-rust:
 		echo "placement_core depends on PyO3: keep that in placement_core/bindings/python"; exit 1; \
 	fi; \
 	echo "placement_core is free of PyO3"
+
+# The oldest compiler that Cargo.toml promises; needed beforehand: rustup toolchain install $(MSRV).
+MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+
+msrv:
+	cargo +$(MSRV).0 test --locked --package placement_core --all-features --target-dir target/msrv
 
 # Licences, bans and sources of every crate. Its own build takes minutes, once. (Advisories need a fetched database and
 # are not asked: their news would fail a commit that changed nothing.)

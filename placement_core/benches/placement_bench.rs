@@ -11,119 +11,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use placement_core::{Demand, NodeSpec, Pool};
+use placement_core::{Demand, Pool};
 
-const GPUS: usize = 8;
-const SHARE: f64 = 0.33;
-const SHARE_MICRO: u32 = 330_000;
-const CPU_MILLI: u32 = 1_000;
-const MEMORY_MIB: u32 = 4_096;
+use common::{At, Handed, Lines, half_full, pool, sample};
+
+mod common;
+
 const NODES: [usize; 5] = [1, 16, 256, 1_024, 10_000];
 const BATCHES: [usize; 3] = [1, 64, 1_024];
-
-/// What a node needs at least: one cache line, like the crate's own.
-#[derive(Clone)]
-#[repr(align(64))]
-struct Line {
-    gpu: u32,
-    cpu: u32,
-    memory: u32,
-    slots: [u32; GPUS],
-}
-
-type At = (u32, u32);
-
-/// The limit and the scan work on the same plain nodes.
-#[derive(Clone)]
-struct Lines(Vec<Line>);
-
-impl Lines {
-    fn new(nodes: usize) -> Self {
-        let gpu = GPUS as u32 * 1_000_000;
-        Self(vec![Line { gpu, cpu: 96_000, memory: 393_216, slots: [1_000_000; GPUS] }; nodes])
-    }
-
-    fn take(&mut self, (node, slot): At) {
-        let line = &mut self.0[node as usize];
-        line.slots[slot as usize] -= SHARE_MICRO;
-        line.gpu -= SHARE_MICRO;
-        line.cpu -= CPU_MILLI;
-        line.memory -= MEMORY_MIB;
-    }
-
-    fn give(&mut self, (node, slot): At) {
-        let line = &mut self.0[node as usize];
-        line.slots[slot as usize] += SHARE_MICRO;
-        line.gpu += SHARE_MICRO;
-        line.cpu += CPU_MILLI;
-        line.memory += MEMORY_MIB;
-    }
-
-    fn give_all(&mut self, tokens: &[At]) {
-        for &at in tokens {
-            self.give(at);
-        }
-    }
-
-    fn scan(&self) -> Option<At> {
-        let mut best: Option<(u32, u32, u32, At)> = None;
-        for (line, node) in self.0.iter().zip(0_u32..) {
-            if line.cpu < CPU_MILLI || line.memory < MEMORY_MIB {
-                continue;
-            }
-            let fitting = line.slots.iter().zip(0_u32..).filter(|(free, _)| **free >= SHARE_MICRO);
-            let Some((_, slot)) = fitting.min() else { continue };
-            if best.is_none_or(|(gpu, cpu, memory, _)| (line.gpu, line.cpu, line.memory) > (gpu, cpu, memory))
-            {
-                best = Some((line.gpu, line.cpu, line.memory, (node, slot)));
-            }
-        }
-        best.map(|(_, _, _, at)| at)
-    }
-
-    fn acquire(&mut self, count: usize, out: &mut Vec<At>) {
-        for _ in 0..count {
-            let Some(at) = self.scan() else { break };
-            self.take(at);
-            out.push(at);
-        }
-    }
-}
-
-/// Known tokens in an owned list, which is given back under the lock that it was taken under.
-struct Handed {
-    lines: Arc<Mutex<Lines>>,
-    tokens: Vec<At>,
-}
-
-impl Handed {
-    fn out(lines: &Arc<Mutex<Lines>>, known: &[At]) -> Self {
-        let mut locked = lines.lock().expect("nothing panics under it");
-        let take = |&at: &At| {
-            locked.take(at);
-            at
-        };
-        let tokens = known.iter().map(take).collect();
-        drop(locked);
-        Self { lines: Arc::clone(lines), tokens }
-    }
-}
-
-impl Drop for Handed {
-    fn drop(&mut self) {
-        self.lines.lock().expect("nothing panics under it").give_all(&self.tokens);
-    }
-}
-
-fn pool(nodes: usize) -> Pool {
-    let ids: Vec<i64> = (0_i64..).take(GPUS).collect();
-    Pool::new((0..nodes).map(|node| NodeSpec::new(format!("n{node}"), ids.clone(), 96.0, 384.0)))
-        .expect("the nodes are sound")
-}
-
-fn sample() -> Demand {
-    Demand::new(SHARE, 1.0, 4.0).expect("the demand is sound")
-}
 
 /// The tokens of the next batch, agreed on by the scan and the pool.
 fn known(lines: &mut Lines, pool: &Pool, batch: usize) -> Vec<At> {
@@ -183,14 +78,7 @@ fn bench_half_full(c: &mut Criterion) {
     for nodes in [16, 10_000] {
         let mut group = c.benchmark_group(format!("half full, {nodes} nodes"));
         let (pool, demand) = (pool(nodes), sample());
-        let mut seed = 42_u64;
-        let mut held = pool.try_acquire(&demand, 20 * nodes as u64).expect("sound").expect("room");
-        for token in 0..held.len() {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            if seed >> 33 & 1 == 1 {
-                held.release_token(token).expect("held");
-            }
-        }
+        let _held = half_full(&pool, nodes);
         for batch in [1_usize, 64] {
             group.throughput(Throughput::Elements(batch as u64));
             group.bench_function(BenchmarkId::new("pool", batch), |b| {
@@ -234,6 +122,28 @@ fn bench_mixed(c: &mut Criterion) {
             },
             BatchSize::LargeInput,
         );
+    });
+    group.finish();
+}
+
+/// What a pool that threads share and whose leases are owned pays before it places anything: an acquire and a release
+/// each take the lock, and between them the lease owns the pool.
+fn bench_lock_alone(c: &mut Criterion) {
+    let mut group = c.benchmark_group("no placement");
+    let shared = Arc::new(Mutex::new(0_u64));
+    let add = |shared: &Mutex<u64>| *shared.lock().expect("nothing panics under it") += 1;
+    group.bench_function("two locks", |b| {
+        b.iter(|| {
+            add(black_box(&*shared));
+            add(black_box(&*shared));
+        });
+    });
+    group.bench_function("two locks and an owner", |b| {
+        b.iter(|| {
+            add(black_box(&*shared));
+            let owner = black_box(Arc::clone(&shared));
+            add(&owner);
+        });
     });
     group.finish();
 }
@@ -286,6 +196,7 @@ criterion_group!(
     benches,
     bench_two_threads,
     bench_acquire_release,
+    bench_lock_alone,
     bench_half_full,
     bench_refusals,
     bench_mixed

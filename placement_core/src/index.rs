@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::node::{NodeState, Phase, Room, Tightness};
+use crate::node::{NodeState, Phase, Tightness};
 use crate::order::{Order, Step};
 use crate::shape::{GpuShape, Shape, UNLIMITED};
 use crate::token::Held;
@@ -68,11 +68,11 @@ impl Gpus for Share {
     fn take(self, entry: &mut Entry, node: &mut NodeState) -> u64 {
         let before = entry.chosen;
         let after = before.less(self.0);
-        if after.free() < self.0 {
+        if after.holds(self.0) {
+            entry.chosen = after;
+        } else {
             // Before the slot is written: reading several slots at once right after one was written stalls.
             entry.choose(node.tightest_from(before.next()));
-        } else {
-            entry.chosen = after;
         }
         node.set(after);
         u64::from(before.slot())
@@ -210,25 +210,62 @@ impl ShapeIndex {
     /// Takes a token for each place in `out`, of which there are at most [`Self::free_tokens`].
     pub(crate) fn take(&mut self, nodes: &mut [NodeState], out: &mut [Held]) {
         self.set_free(self.free_tokens() - out.len() as u64);
+        match self.shape.gpu {
+            GpuShape::Share(share) => self.take_kind(Share(share), nodes, out),
+            _ => self.take_kind(NoneOrWhole(self.shape), nodes, out),
+        }
+    }
+
+    /// Nodes that go down several levels by one call change buckets once: that step is `pending` until others go another
+    /// way.
+    #[inline(never)]
+    fn take_kind(&mut self, kind: impl Gpus, nodes: &mut [NodeState], out: &mut [Held]) {
+        let room = self.shape.room();
+        let mut pending = Step::NOBODY;
         let mut left = out;
         while !left.is_empty() {
-            let Some((from, word, mask)) = self.order.freest() else {
+            let Some((from, mut word, mut mask)) = self.order.freest_after(&mut pending) else {
                 debug_assert!(false, "{} tokens were counted that are not there", left.len());
                 return;
             };
             let to = self.order.below(from);
-            let (taken, rest) = left.split_at_mut(left.len().min(mask.count_ones() as usize));
-            let first = word as usize * 64;
-            let (nodes, entries) = (&mut nodes[first..], &mut self.entries[first..]);
-            let run = Run { room: self.shape.room(), word, from, to };
-            let (unused, full) = match self.shape.gpu {
-                GpuShape::Share(share) => take_run(Share(share), run, (nodes, entries), mask, taken),
-                _ => take_run(NoneOrWhole(self.shape), run, (nodes, entries), mask, taken),
-            };
-            let leaving = mask ^ unused;
-            self.order.make(Step { from, to, word, leaving, arriving: leaving ^ full });
-            left = rest;
+            while mask != 0 && !left.is_empty() {
+                let (mut rest, mut full) = (mask, 0);
+                while rest != 0 && !left.is_empty() {
+                    // Neighbours, so that the loop over them need not look for the next one. Nodes of one bucket take
+                    // turns: once a token is on one, the others are freer.
+                    let bit = rest.trailing_zeros();
+                    let first = word * 64 + bit;
+                    let len = ((rest >> bit).trailing_ones() as usize).min(left.len());
+                    let (out, later) = left.split_at_mut(len);
+                    let nodes = &mut nodes[first as usize..][..len];
+                    let entries = &mut self.entries[first as usize..][..len];
+                    for (((node, entry), held), position) in
+                        nodes.iter_mut().zip(entries).zip(out).zip(first..)
+                    {
+                        let gpus = kind.take(entry, node);
+                        node.take(room);
+                        entry.fits -= 1;
+                        entry.bucket = to;
+                        if entry.fits == 0 {
+                            full |= rare_bit(position % 64);
+                        }
+                        *held = Held::new(position, node.info, gpus);
+                    }
+                    left = later;
+                    rest &= !(u64::MAX >> (64 - len) << bit);
+                }
+                let leaving = mask ^ rest;
+                let step = Step { from, to, word, leaving, arriving: leaving ^ full };
+                if from == pending.to || self.order.are_all(from, word, leaving) {
+                    self.order.make_after(&mut pending, step);
+                    break;
+                }
+                self.order.make(step);
+                (word, mask) = self.order.lowest(from);
+            }
         }
+        self.order.flush(&mut pending);
     }
 
     /// Takes one token, which must fit. On its own, since the loops of [`Self::take`] need so many registers that a
@@ -281,31 +318,61 @@ impl ShapeIndex {
     ///
     /// The last one first: that undoes what taking them did, so the chosen GPUs need hardly be searched for.
     pub(crate) fn give_back(&mut self, nodes: &mut [NodeState], tokens: &[Held]) -> bool {
-        let mut has_left = false;
-        let mut active = 0;
-        let mut rest = tokens;
-        while let Some((last, others)) = rest.split_last() {
+        match self.shape.gpu {
+            GpuShape::Share(share) => self.give_back_kind(Share(share), nodes, tokens),
+            _ => self.give_back_kind(NoneOrWhole(self.shape), nodes, tokens),
+        }
+    }
+
+    /// As in [`Self::take_kind`], nodes that go up several levels change buckets once.
+    #[inline(never)]
+    fn give_back_kind(&mut self, kind: impl Gpus, nodes: &mut [NodeState], tokens: &[Held]) -> bool {
+        let room = self.shape.room();
+        let (mut has_left, mut inactive) = (false, 0);
+        let mut pending = Step::NOBODY;
+        let mut left = tokens;
+        while let Some((last, others)) = left.split_last() {
             let (word, from) = (last.node() / 64, self.entries[last.node() as usize].bucket);
             if from == NO_BUCKET {
                 has_left |= give_back_inactive(self.shape, &mut nodes[last.node() as usize], *last);
-                rest = others;
+                inactive += 1;
+                left = others;
                 continue;
             }
             let to = self.order.above(from);
+            // As many as lie on nodes of one word and one bucket: these nodes go a step up together.
             let first = word as usize * 64;
-            let (nodes, entries) = (&mut nodes[first..], &mut self.entries[first..]);
-            let run = Run { room: self.shape.room(), word, from, to };
-            let (leaving, arriving) = match self.shape.gpu {
-                GpuShape::Share(share) => give_back_run(Share(share), run, (nodes, entries), rest),
-                _ => give_back_run(NoneOrWhole(self.shape), run, (nodes, entries), rest),
-            };
-            self.order.make(Step { from, to, word, leaving, arriving });
-            // A node is in one bucket at a time, so each of them had one of these tokens.
-            let count = u64::count_ones(arriving) as usize;
-            active += count;
-            rest = &rest[..rest.len() - count];
+            let len = (self.entries.len() - first).min(64);
+            let (nodes, entries) = (&mut nodes[first..][..len], &mut self.entries[first..][..len]);
+            let (mut arriving, mut were_full) = (0, 0);
+            let mut tokens = left.iter();
+            while let Some(token) = tokens.as_slice().last() {
+                let bit = token.node().wrapping_sub(word * 64) as usize;
+                let (Some(node), Some(entry)) = (nodes.get_mut(bit), entries.get_mut(bit)) else { break };
+                if entry.bucket != from {
+                    break;
+                }
+                kind.give_back(entry, node, token.gpus);
+                node.give_back(room);
+                arriving |= 1 << bit;
+                if entry.fits == 0 {
+                    were_full |= rare_bit(bit as u32);
+                }
+                entry.fits += 1;
+                entry.bucket = to;
+                tokens.next_back();
+            }
+            left = tokens.as_slice();
+            let leaving = arriving ^ were_full;
+            let step = Step { from, to, word, leaving, arriving };
+            if from == pending.to || self.order.are_all(from, word, leaving) {
+                self.order.make_after(&mut pending, step);
+            } else {
+                self.order.make(step);
+            }
         }
-        self.set_free(self.free_tokens() + active as u64);
+        self.order.flush(&mut pending);
+        self.set_free(self.free_tokens() + (tokens.len() - inactive) as u64);
         has_left
     }
 }
@@ -317,79 +384,9 @@ fn give_back_inactive(shape: Shape, node: &mut NodeState, token: Held) -> bool {
     node.is_left()
 }
 
-/// What the nodes of one word have in common that make a step.
-#[derive(Clone, Copy)]
-struct Run {
-    room: Room,
-    word: u32,
-    from: u32,
-    to: u32,
-}
-
-/// Takes one token off each of the lowest nodes of a word's `mask`, as many as `out` has places. Nodes of one bucket
-/// take turns: once a token is on one, the others are freer. What is left of the mask, and the nodes on which no
-/// other token fits. Nodes and entries are those from the word's first on.
-#[inline(never)]
-fn take_run(
-    kind: impl Gpus,
-    run: Run,
-    (nodes, entries): (&mut [NodeState], &mut [Entry]),
-    mask: u64,
-    out: &mut [Held],
-) -> (u64, u64) {
-    let nodes = &mut nodes[..entries.len()];
-    let (mut rest, mut full) = (mask, 0);
-    for held in out {
-        let bit = rest.trailing_zeros();
-        rest &= rest.wrapping_sub(1);
-        let (node, entry) = (&mut nodes[bit as usize], &mut entries[bit as usize]);
-        let gpus = kind.take(entry, node);
-        node.take(run.room);
-        entry.fits -= 1;
-        entry.bucket = run.to;
-        if entry.fits == 0 {
-            full |= rarely(1 << bit);
-        }
-        *held = Held::new(run.word * 64 + bit, node.info, gpus);
-    }
-    (rest, full)
-}
-
-/// Keeps what is rare a jump away: without it every token pays for the case.
+/// Keeps what is rare a call away: without it every token pays for the case.
 #[cold]
 #[inline(never)]
-fn rarely(bit: u64) -> u64 {
-    bit
-}
-
-/// Gives back the last tokens that lie on nodes of one word and one bucket: which nodes leave the bucket, and which
-/// arrive a step above it. Nodes and entries are those from the word's first on.
-#[inline(never)]
-fn give_back_run(
-    kind: impl Gpus,
-    run: Run,
-    (nodes, entries): (&mut [NodeState], &mut [Entry]),
-    tokens: &[Held],
-) -> (u64, u64) {
-    let len = entries.len().min(64);
-    let (nodes, entries) = (&mut nodes[..len], &mut entries[..len]);
-    let (mut arriving, mut were_full) = (0, 0);
-    for token in tokens.iter().rev() {
-        let bit = token.node().wrapping_sub(run.word * 64);
-        let (Some(node), Some(entry)) = (nodes.get_mut(bit as usize), entries.get_mut(bit as usize)) else {
-            break;
-        };
-        if entry.bucket != run.from {
-            break;
-        }
-        kind.give_back(entry, node, token.gpus);
-        node.give_back(run.room);
-        arriving |= 1 << bit;
-        if entry.fits == 0 {
-            were_full |= rarely(1 << bit);
-        }
-        entry.fits += 1;
-        entry.bucket = run.to;
-    }
-    (arriving ^ were_full, arriving)
+fn rare_bit(bit: u32) -> u64 {
+    1 << bit
 }

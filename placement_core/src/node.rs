@@ -244,6 +244,13 @@ impl Tightness {
         self.0 >> Self::SLOT_BITS
     }
 
+    /// Whether a share fits.
+    #[inline]
+    pub(crate) const fn holds(self, share: u32) -> bool {
+        // The slot is in the low bits and changes nothing about it; the other side is what `less` takes off.
+        self.0 >= share << Self::SLOT_BITS
+    }
+
     /// The same slot with less free.
     #[inline]
     pub(crate) const fn less(self, share: u32) -> Self {

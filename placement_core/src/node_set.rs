@@ -1,16 +1,19 @@
 //! A set of node positions that gives up its lowest members a machine word at a time.
 //!
 //! A word is 64 neighbouring positions. The lowest one with members is at hand; that alone is what most calls need. The
-//! other words are a short list, or, of sets that lie within many words, a bitmap with two summaries above it.
+//! other words are a short list. Of sets that lie within many words all are in a bitmap with a summary above it.
 //!
 //! Invariants: `mask` is 0 only when the set is empty; `others[..len]` ascends, is above `word` and has no empty mask; a
-//! set with a bitmap has no list; a bit of `summary` is set exactly when its word of `words` is not 0, likewise `top` over
-//! `summary`; a bitmap in the spare store is all zero.
+//! set with a bitmap has no list; its lowest word is in the bitmap too, where it is not 0 but may have been left behind by
+//! `mask`; a bit of `summary` is set exactly when its word of `words` is not 0; `used` counts the words that are not 0; a
+//! bitmap in the spare store is all zero.
+
+#![allow(clippy::inline_always, reason = "a call would pass what is in registers through memory")]
 
 const FEW: usize = 3;
-/// Members at which a bitmap becomes a list again: less than what makes one, so that one member going to and fro does
+/// Words at which a bitmap becomes a list again: less than what makes one, so that one member going to and fro does
 /// not convert each time.
-const MEMBERS_OF_A_LIST: u32 = 2;
+const WORDS_OF_A_LIST: u32 = 2;
 const WORD_BITS: u32 = u64::BITS;
 
 /// Bitmaps that are not in use, all zero, and how large to make a new one.
@@ -40,48 +43,47 @@ impl SpareBitmaps {
 struct Bitmap {
     words: Vec<u64>,
     summary: Vec<u64>,
-    top: Vec<u64>,
-    count: u32,
+    used: u32,
 }
 
 impl Bitmap {
     fn new(words: usize) -> Self {
-        let summary = words.div_ceil(WORD_BITS as usize);
-        let top = summary.div_ceil(WORD_BITS as usize);
-        Self { words: vec![0; words], summary: vec![0; summary], top: vec![0; top], count: 0 }
+        Self { words: vec![0; words], summary: vec![0; words.div_ceil(WORD_BITS as usize)], used: 0 }
     }
 
     #[inline]
     fn insert(&mut self, word: u32, mask: u64) {
         let before = self.words[word as usize];
         self.words[word as usize] = before | mask;
-        self.count += mask.count_ones();
         if before == 0 {
-            let over = word / WORD_BITS;
-            self.summary[over as usize] |= 1 << (word % WORD_BITS);
-            self.top[(over / WORD_BITS) as usize] |= 1 << (over % WORD_BITS);
+            self.used += 1;
+            self.summary[(word / WORD_BITS) as usize] |= 1 << (word % WORD_BITS);
         }
     }
 
     #[inline]
     fn remove(&mut self, word: u32, mask: u64) {
-        let left = self.words[word as usize] & !mask;
-        self.words[word as usize] = left;
-        self.count -= mask.count_ones();
-        if left == 0 {
-            let over = word / WORD_BITS;
-            self.summary[over as usize] &= !(1 << (word % WORD_BITS));
-            if self.summary[over as usize] == 0 {
-                self.top[(over / WORD_BITS) as usize] &= !(1 << (over % WORD_BITS));
-            }
+        self.set(word, self.words[word as usize] & !mask);
+    }
+
+    /// Changes a word that is not 0.
+    #[inline]
+    fn set(&mut self, word: u32, members: u64) {
+        self.words[word as usize] = members;
+        if members == 0 {
+            self.used -= 1;
+            self.summary[(word / WORD_BITS) as usize] &= !(1 << (word % WORD_BITS));
         }
     }
 
+    /// The lowest word that is not 0, where none below `least` is.
     #[inline]
-    fn lowest_word(&self) -> Option<(u32, u64)> {
-        let at_top = self.top.iter().position(|&bits| bits != 0)?;
-        let over = at_top as u32 * WORD_BITS + self.top[at_top].trailing_zeros();
-        let word = over * WORD_BITS + self.summary[over as usize].trailing_zeros();
+    fn lowest_word(&self, least: u32) -> Option<(u32, u64)> {
+        let mut over = (least / WORD_BITS) as usize;
+        while *self.summary.get(over)? == 0 {
+            over += 1;
+        }
+        let word = over as u32 * WORD_BITS + self.summary[over].trailing_zeros();
         Some((word, self.words[word as usize]))
     }
 }
@@ -104,53 +106,76 @@ impl NodeSet {
         (self.word, self.mask)
     }
 
-    /// Adds members that are not in the set.
     #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.mask == 0
+    }
+
+    /// Whether these are all members.
+    #[inline]
+    pub(crate) fn is_just(&self, word: u32, mask: u64) -> bool {
+        self.word == word && self.mask == mask && self.len == 0 && self.many.is_none()
+    }
+
+    /// Adds members that are not in the set.
+    #[inline(always)]
     pub(crate) fn insert(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
         if self.mask == 0 {
             (self.word, self.mask) = (word, mask);
         } else if self.word == word {
             self.mask |= mask;
-        } else if self.word < word {
-            self.insert_other(word, mask, spare);
         } else {
-            let (lowest, members) = (self.word, self.mask);
-            (self.word, self.mask) = (word, mask);
-            self.insert_other(lowest, members, spare);
+            self.insert_elsewhere(word, mask, spare);
         }
     }
 
     /// Removes members that are in the set.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn remove(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
         if self.word == word {
             self.mask &= !mask;
-            if self.mask == 0 {
+            if self.mask == 0 && (self.len > 0 || self.many.is_some()) {
                 self.advance(spare);
             }
         } else {
-            self.remove_other(word, mask, spare);
+            self.remove_elsewhere(word, mask, spare);
         }
     }
 
-    /// Makes the lowest of the others the lowest word.
+    /// Makes the next word the lowest one.
     #[inline(never)]
     fn advance(&mut self, spare: &mut SpareBitmaps) {
-        let next = match &self.many {
-            Some(bitmap) => bitmap.lowest_word(),
-            None => (self.len > 0).then_some(self.others[0]),
-        };
-        if let Some((word, mask)) = next {
-            (self.word, self.mask) = (word, mask);
-            self.remove_other(word, mask, spare);
+        if let Some(bitmap) = &mut self.many {
+            bitmap.set(self.word, 0);
+            (self.word, self.mask) = bitmap.lowest_word(self.word).unwrap_or_default();
+            if bitmap.used <= WORDS_OF_A_LIST {
+                self.shrink(spare);
+            }
+        } else {
+            (self.word, self.mask) = self.others[0];
+            self.others.copy_within(1.., 0);
+            self.len -= 1;
         }
     }
 
     #[inline(never)]
-    fn insert_other(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
+    fn insert_elsewhere(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
         if let Some(bitmap) = &mut self.many {
-            return bitmap.insert(word, mask);
+            bitmap.insert(word, mask);
+            if word < self.word {
+                bitmap.set(self.word, self.mask);
+                (self.word, self.mask) = (word, mask);
+            }
+        } else if word < self.word {
+            let (lowest, members) = (self.word, self.mask);
+            (self.word, self.mask) = (word, mask);
+            self.insert_in_list(lowest, members, spare);
+        } else {
+            self.insert_in_list(word, mask, spare);
         }
+    }
+
+    fn insert_in_list(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
         let len = self.len as usize;
         let at = self.others[..len].partition_point(|other| other.0 < word);
         if at < len && self.others[at].0 == word {
@@ -161,7 +186,7 @@ impl NodeSet {
             self.len += 1;
         } else {
             let mut bitmap = spare.take();
-            for &(word, mask) in self.others.iter().chain([&(word, mask)]) {
+            for &(word, mask) in self.others.iter().chain([&(self.word, self.mask), &(word, mask)]) {
                 bitmap.insert(word, mask);
             }
             self.len = 0;
@@ -170,14 +195,18 @@ impl NodeSet {
     }
 
     #[inline(never)]
-    fn remove_other(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
+    fn remove_elsewhere(&mut self, word: u32, mask: u64, spare: &mut SpareBitmaps) {
         if let Some(bitmap) = &mut self.many {
             bitmap.remove(word, mask);
-            if bitmap.count <= MEMBERS_OF_A_LIST {
+            if bitmap.used <= WORDS_OF_A_LIST {
                 self.shrink(spare);
             }
-            return;
+        } else {
+            self.remove_from_list(word, mask);
         }
+    }
+
+    fn remove_from_list(&mut self, word: u32, mask: u64) {
         let len = self.len as usize;
         let Some(at) = self.others[..len].iter().position(|other| other.0 == word) else { return };
         self.others[at].1 &= !mask;
@@ -187,12 +216,16 @@ impl NodeSet {
         }
     }
 
+    /// Makes a list of the bitmap, but for the lowest word, which is at hand.
+    #[cold]
     fn shrink(&mut self, spare: &mut SpareBitmaps) {
         let Some(mut bitmap) = self.many.take() else { return };
-        while let Some((word, mask)) = bitmap.lowest_word() {
-            self.others[self.len as usize] = (word, mask);
-            self.len += 1;
-            bitmap.remove(word, mask);
+        while let Some((word, mask)) = bitmap.lowest_word(self.word) {
+            if word != self.word {
+                self.others[self.len as usize] = (word, mask);
+                self.len += 1;
+            }
+            bitmap.set(word, 0);
         }
         spare.zeroed.push(bitmap);
     }

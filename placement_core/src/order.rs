@@ -4,8 +4,8 @@
 //! node one step down when it is placed and one step up when it is given back; the bucket a step away is known by a link,
 //! and nodes of one machine word that make the same step move together.
 //!
-//! Invariants: each bucket with nodes is in `ranked`, which may hold emptied ones too, each bucket once; links join
-//! buckets whose keys are exactly one step apart.
+//! Invariants: each bucket with nodes is `top` or in `ranked`, and in one of them once; both may hold emptied ones too; no
+//! key in `ranked` is above that of `top`; links join buckets whose keys are exactly one step apart.
 
 #![allow(clippy::inline_always, reason = "a call would pass what is in registers through memory")]
 
@@ -25,6 +25,7 @@ struct Bucket {
     /// The buckets one token of the shape below and above, once known.
     below: u32,
     above: u32,
+    /// Whether it is `top` or in `ranked`.
     is_ranked: bool,
     key: u128,
 }
@@ -51,6 +52,8 @@ pub(crate) struct Order {
     step: u128,
     buckets: Vec<Bucket>,
     by_key: HashMap<u128, u32, BuildHasherDefault<KeyHasher>>,
+    /// Apart from the others, so that nodes which come back to the top take no heap along.
+    top: Option<u32>,
     ranked: BinaryHeap<(u128, u32)>,
     spare: SpareBitmaps,
 }
@@ -70,26 +73,41 @@ impl Order {
     #[inline(always)]
     pub(crate) fn freest(&mut self) -> Option<(u32, u32, u64)> {
         loop {
-            let &(_, bucket) = self.ranked.peek()?;
-            let top = &mut self.buckets[bucket as usize];
-            let (word, mask) = top.nodes.lowest_word();
+            let bucket = self.top?;
+            let (word, mask) = self.buckets[bucket as usize].nodes.lowest_word();
             if mask != 0 {
                 return Some((bucket, word, mask));
             }
-            top.is_ranked = false;
-            self.drop_emptied();
+            self.drop_emptied(bucket);
         }
     }
 
     #[inline(never)]
-    fn drop_emptied(&mut self) {
-        self.ranked.pop();
+    fn drop_emptied(&mut self, top: u32) {
+        self.buckets[top as usize].is_ranked = false;
+        self.top = self.ranked.pop().map(|(_, bucket)| bucket);
     }
 
+    /// Ranks a bucket that got nodes.
     #[inline(never)]
     fn rank(&mut self, bucket: u32) {
+        let key = self.buckets[bucket as usize].key;
         self.buckets[bucket as usize].is_ranked = true;
-        self.ranked.push((self.buckets[bucket as usize].key, bucket));
+        let Some(top) = self.top else {
+            self.top = Some(bucket);
+            return;
+        };
+        let Bucket { key: top_key, nodes, is_ranked, .. } = &mut self.buckets[top as usize];
+        if key < *top_key {
+            self.ranked.push((key, bucket));
+            return;
+        }
+        self.top = Some(bucket);
+        if nodes.is_empty() {
+            *is_ranked = false;
+        } else {
+            self.ranked.push((*top_key, top));
+        }
     }
 
     #[inline(always)]
@@ -103,6 +121,51 @@ impl Order {
             if !target.is_ranked {
                 self.rank(step.to);
             }
+        }
+    }
+
+    /// Whether these are all nodes of a bucket.
+    #[inline(always)]
+    pub(crate) fn are_all(&self, bucket: u32, word: u32, nodes: u64) -> bool {
+        self.buckets[bucket as usize].nodes.is_just(word, nodes)
+    }
+
+    /// The lowest nodes of a bucket, as a word; no nodes if there are none.
+    #[inline(always)]
+    pub(crate) fn lowest(&self, bucket: u32) -> (u32, u64) {
+        self.buckets[bucket as usize].nodes.lowest_word()
+    }
+
+    /// The bucket with the most room once `pending` is made, with its lowest nodes. `pending`, which empties its bucket,
+    /// is made, unless its nodes are the freest themselves: then they go on, and one step is made in place of two.
+    #[inline(always)]
+    pub(crate) fn freest_after(&mut self, pending: &mut Step) -> Option<(u32, u32, u64)> {
+        if pending.arriving != 0 {
+            let target = &self.buckets[pending.to as usize];
+            if target.nodes.is_empty() && self.ranked.peek().is_none_or(|next| next.0 <= target.key) {
+                return Some((pending.to, pending.word, pending.arriving));
+            }
+        }
+        self.flush(pending);
+        self.freest()
+    }
+
+    /// Makes `pending` if there is one.
+    #[inline(always)]
+    pub(crate) fn flush(&mut self, pending: &mut Step) {
+        if pending.from != NONE {
+            self.make(std::mem::replace(pending, Step::NOBODY));
+        }
+    }
+
+    /// Makes a step after `pending`; both in one, at a later time, when the nodes are the same.
+    #[inline(always)]
+    pub(crate) fn make_after(&mut self, pending: &mut Step, step: Step) {
+        if (step.from, step.word, step.leaving) == (pending.to, pending.word, pending.arriving) {
+            (pending.to, pending.arriving) = (step.to, step.arriving);
+        } else {
+            self.flush(pending);
+            *pending = step;
         }
     }
 

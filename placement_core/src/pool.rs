@@ -233,9 +233,9 @@ impl Pool {
         per_sample.shape().map_or(0, |shape| self.shared.layout().capacity(wanted(shape)))
     }
 
-    /// Tokens of this demand that fit now. Never waits for an acquire or a release: while one is under way in another
-    /// thread, this is what was counted before it, or when the demand was last used. Only the first call for a demand
-    /// that is not [in use](crate#cost) may wait.
+    /// Tokens of this demand that fit now. Never waits for the pool's lock: while another thread holds it, this is what was
+    /// counted before, or when the demand was last used; for a demand that is not [in use](crate#cost), as nothing was
+    /// counted, what the empty pool holds ([`Pool::max_tokens_for`]). Exact whenever no other call is under way.
     #[must_use]
     pub fn free_tokens_for(&self, per_sample: &Demand) -> u64 {
         // The common case, without a look at anything else.
@@ -253,7 +253,7 @@ impl Pool {
             return state.free_tokens(shape, extras);
         }
         let counted = self.shared.counts.get(&Wanted::new(shape, extras));
-        counted.unwrap_or_else(|| self.shared.lock().free_tokens(shape, extras))
+        counted.unwrap_or_else(|| self.max_tokens_for(per_sample))
     }
 
     /// Why `count` tokens of this demand fit or do not: per node, how many fit and what is short.
@@ -365,5 +365,36 @@ impl Pool {
         let mut state = self.shared.lock();
         state.waiters -= 1;
         state.releases
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn counting_does_not_wait_for_who_holds_the_lock() {
+        let pool = Pool::new([NodeSpec::new("a", [0, 1], 16.0, 64.0).with_resource("licence", 4)]).unwrap();
+        let used = Demand::new(0.5, 1.0, 1.0).unwrap();
+        let fresh = [
+            Demand::new(0.25, 1.0, 1.0).unwrap(),
+            Demand::new(0.25, 1.0, 1.0).unwrap().with_resource("licence", 1).unwrap(),
+        ];
+        let _lease = pool.try_acquire(&used, 3).unwrap();
+        let count = |demand: &Demand| {
+            let (pool, demand) = (pool.clone(), demand.clone());
+            let (say, said) = mpsc::channel();
+            thread::spawn(move || say.send(pool.free_tokens_for(&demand)));
+            said.recv_timeout(Duration::from_secs(30)).expect("it waits for the lock")
+        };
+        let held = pool.shared.lock();
+        assert_eq!(count(&used), 1);
+        assert_eq!(fresh.each_ref().map(count), [8, 4]);
+        drop(held);
+        assert_eq!(fresh.each_ref().map(count), [2, 2]);
     }
 }

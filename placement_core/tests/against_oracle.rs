@@ -289,6 +289,36 @@ fn node() -> impl Strategy<Value = Node> {
     (gpus, 0..CPUS.len(), 0..MEMORIES.len(), 0..SUPPLIED.len())
 }
 
+/// Nodes of one bucket lie in so many words that it needs a bitmap, and few of them in each word. Batches of all sizes,
+/// so that levels are taken in part, as a whole, and several at once.
+#[test]
+fn half_full_pool_of_many_words() {
+    let mut twins = Twins::new(&vec![(2, 3, 3, 0); 500]);
+    let mut seed = 7_u64;
+    let mut any = || {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (seed >> 33) as usize
+    };
+    for gpu in [1, 8] {
+        twins.acquire(gpu, 1, 0, 700);
+        for token in 0..700 {
+            if any() % 2 == 0 {
+                twins.release_token(twins.leases.len() - 1, token);
+            }
+        }
+    }
+    for count in [1, 64, 3, 200, 64, 31, 150] {
+        twins.acquire(1, 1, 0, count);
+        twins.acquire(9, 1, 0, count / 8 + 1);
+        twins.check();
+        twins.end_lease(any(), Lease::release_remainder);
+    }
+    while !twins.leases.is_empty() {
+        twins.end_lease(any(), |_| {});
+    }
+    twins.check();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
 

@@ -19,6 +19,7 @@ from benches.compare_placement import (
     service_figures,
     short_table,
 )
+from benches.count_instructions import read, short
 from benches.heap_pool import Demand, HeapPool, Token
 from tests.support import reference_pool
 from tests.support.reference_pool import MICRO, ReferencePool
@@ -97,3 +98,22 @@ def test_the_table_holds_the_figures_and_judges_the_goals(tmp_path: Path) -> Non
     (goal,) = comparison.goals()
     assert (goal[1], goal[2]) == (400.0, False)
     assert "| ≥ 500 | 400 | not reached |" in text
+
+
+def test_what_callees_cost_is_counted_once() -> None:
+    profile = """events: Ir Dr D1mr DLmr D1mw DLmw
+fn=(1) core::Pool<T>::take
+12 60 9 1 0 1 0
+cfn=(2) core::NodeSet::insert
+calls=4 30
++3 40 9 9 9 9 9
++1 20 0 0 0 0 0
+fn=(2)
+30 40 9 2 1 0 0
+"""
+    counted = read(profile, tokens=4)
+    assert (counted.instructions, counted.first_level_misses, counted.last_level_misses) == (30, 1, 0.25)
+    assert {short(name): cost for name, cost in counted.by_function.items()} == {
+        "Pool::take": 20,
+        "NodeSet::insert": 10,
+    }

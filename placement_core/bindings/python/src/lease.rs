@@ -14,7 +14,7 @@ use pyo3::types::{PyList, PyString};
 use crate::errors::map;
 
 /// The tokens of one batch, held until released or until the lease and its token objects are gone.
-#[pyclass(frozen, module = "py_scheduler.placement")]
+#[pyclass(frozen, freelist = 64, module = "py_scheduler.placement")]
 pub(crate) struct Lease {
     lease: Mutex<placement_core::Lease>,
     per_sample: Py<PyAny>,
