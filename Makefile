@@ -22,6 +22,8 @@ RAY_VENV := .venv-ray
 RAY_READY := $(RAY_VENV)/.stamp-$(shell cksum < requirements/ray.txt | cut -d ' ' -f 1)
 SGLANG_VENV := .venv-sglang
 SGLANG_READY := $(SGLANG_VENV)/.stamp-$(shell cksum < requirements/sglang.txt | cut -d ' ' -f 1)
+TRINITY_VENV := .venv-trinity
+TRINITY_READY := $(TRINITY_VENV)/.stamp-$(shell cksum < requirements/trinity.txt | cut -d ' ' -f 1)
 # Models that SGLang serves, named by what makes them.
 TINY_MODEL := target/sglang/tiny-$(shell cksum < tests/sglang/make_tiny_model.py | cut -d ' ' -f 1)
 SMOLLM2 := target/sglang/smollm2-$(shell cksum < examples/sglang/dequantise.py | cut -d ' ' -f 1)
@@ -31,12 +33,15 @@ RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
 .PHONY: help demo test check bench bench-placement profile-placement msrv build proto proto-baseline format requirements clean \
-	deny package demo-sglang test-sglang test-rust test-python check-rust check-style check-types check-layers check-proto
+	deny package demo-sglang test-sglang test-ray test-trinity test-rust test-python check-rust check-style check-types \
+	check-layers check-proto
 
 help:
 	@echo "make demo            run a rollout against a real language model, server and client in two processes"
 	@echo "make test            Rust and Python tests"
 	@echo "make test-sglang     tests against real SGLang servers on the CPU, and make demo-sglang: the demo on one"
+	@echo "make test-trinity    tests of the drop-in for Trinity-RFT, against the real package"
+	@echo "make test-ray        tests on a real Ray cluster of several nodes, all on this machine"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
 	@echo "make bench           placement beside what people use (BENCH_RAY=0: without Ray), and no-op throughput"
 	@echo "make profile-placement  instructions and cache misses of placing a token, counted by valgrind"
@@ -65,6 +70,13 @@ $(RAY_READY): | $(VENV_READY)
 	rm -rf $(RAY_VENV)
 	$(PYTHON) -m venv --without-pip $(RAY_VENV)
 	$(BIN)/uv pip install --quiet --python $(RAY_VENV)/bin/python -r requirements/ray.txt
+	@touch $@
+
+# As for SGLang below: nothing is resolved anew.
+$(TRINITY_READY): | $(VENV_READY)
+	rm -rf $(TRINITY_VENV)
+	$(PYTHON) -m venv --without-pip $(TRINITY_VENV)
+	$(BIN)/uv pip install --quiet --no-deps --python $(TRINITY_VENV)/bin/python -r requirements/trinity.txt
 	@touch $@
 
 # The list is complete, so nothing is resolved anew: SGLang would ask for much more than it needs on a CPU.
@@ -160,6 +172,19 @@ test-sglang: $(BUILT) $(DEV_READY) $(TINY_MODEL)/.stamp $(SMOLLM2)/.stamp
 	TEST_TORCH_PACKAGES=$$(echo $(CURDIR)/$(SGLANG_VENV)/lib/python3*/site-packages) \
 		$(BIN)/python -m pytest tests/unit/test_rollout_store.py
 
+# The extension is abi3, so the one that was built for .venv serves here. Compiled modules are kept whatever the caller
+# prefers: a Ray node gives up when its agents take 15 seconds to start. What Ray itself does in a loop or warns of is no
+# part of what these tests watch for.
+RAY_PYTHON := env --unset=PYTHONDONTWRITEBYTECODE PYTHONPATH=$(CURDIR) $(RAY_VENV)/bin/python
+
+test-ray: $(BUILT) $(RAY_READY)
+	$(RAY_PYTHON) -m pytest tests/ray -o asyncio_debug=false -W default $(TEST_ARGS)
+
+# Of this project only its sources and the extension are there, as in test-ray. Actors find both by the same path.
+test-trinity: $(BUILT) $(TRINITY_READY)
+	env --unset=PYTHONDONTWRITEBYTECODE PYTHONPATH=$(CURDIR):$(CURDIR)/tests/trinity/stand_ins TEST_TRINITY=1 \
+		$(TRINITY_VENV)/bin/python -m pytest tests/trinity -o asyncio_debug=false -W default --timeout 300 $(TEST_ARGS)
+
 # --------------------------------------------------------------------------------------------------------------- check
 
 check: check-style check-rust check-layers check-proto check-types
@@ -234,12 +259,13 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 	--no-emit-find-links --custom-compile-command "make requirements" $(UPGRADE) pyproject.toml
 
 requirements: $(VENV_READY)
-	$(COMPILE) --all-extras --group dev --output-file requirements/dev.txt
+	$(COMPILE) --extra demo --extra report --group dev --output-file requirements/dev.txt
 	$(COMPILE) --extra demo --group build --constraint requirements/dev.txt --output-file requirements/demo.txt
-	$(subst pyproject.toml,--group ray,$(COMPILE)) --output-file requirements/ray.txt
+	$(COMPILE) --extra ray --extra parquet --group ray --output-file requirements/ray.txt
 	$(subst pyproject.toml,--group sglang,$(COMPILE)) --output-file requirements/sglang.txt
+	$(COMPILE) --extra trinity --group trinity --constraint requirements/sglang.txt --output-file requirements/trinity.txt
 
 clean:
-	rm -rf $(VENV) $(RAY_VENV) $(SGLANG_VENV) target dist build dagger_output demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(RAY_VENV) $(SGLANG_VENV) $(TRINITY_VENV) target dist build dagger_output demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache .benchmarks py_scheduler/_placement_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

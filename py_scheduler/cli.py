@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         add("abort", "stop a submission of a running server, or some of its tasks", "abort 7 --reason 'too long'")
     )
     _add_plan(add("plan", "say what a cluster can hold, without a server", "plan cluster.json scheduler.toml"))
+    runners = add("runners", "show what each runner of a running server is at", "runners --target 127.0.0.1:50051")
+    _add_server(runners)
+    runners.set_defaults(run=_runners)
     _add_why(add("why", "say why a task of a running server waits", "why s1f0c9a2b3d4e5f60-12"))
     _add_try(
         add(
@@ -255,6 +258,16 @@ def _why(options: argparse.Namespace) -> int:
     from py_scheduler.commands.why import show_task  # noqa: PLC0415 - serve needs none of it
 
     asyncio.run(show_task(options.task_id, options.target, options.namespace, _console()))
+    return 0
+
+
+# runners
+
+
+def _runners(options: argparse.Namespace) -> int:
+    from py_scheduler.commands.runners import show_runners  # noqa: PLC0415 - serve needs none of it
+
+    asyncio.run(show_runners(options.target, _console()))
     return 0
 
 

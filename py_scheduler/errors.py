@@ -19,6 +19,9 @@
     |   |   `-- TurnLimitError         ... because the episode has had its turns
     |   `-- GenerationAbortedError     aborted while running
     |-- SandboxError              a sandbox could not be set up, or broke down (infra_sandbox)
+    |-- RunnerError               a runner outside the server's loop
+    |   |-- RunnerStartError          ... could not be started
+    |   `-- RunnerLostError           ... died under its work; says how it ended
     |-- ModelFetchError           a model file could not be brought here
     `-- ServerError               the client's face of a failed call that has no better class
 
@@ -143,6 +146,18 @@ class GenerationAbortedError(GenerationError):
 
 class SandboxError(SchedulerError):
     """The sandbox that a handler works in failed; what ran inside it, and how that ended, is no such failure."""
+
+
+class RunnerError(SchedulerError):
+    """A runner outside the server's loop (a process, an actor) failed."""
+
+
+class RunnerStartError(RunnerError):
+    """A runner could not be started, after all retries; nothing of it was left running."""
+
+
+class RunnerLostError(RunnerError):
+    """A runner died under its work: the attempt is LOST. Says how it ended."""
 
 
 class ModelFetchError(SchedulerError):

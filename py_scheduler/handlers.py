@@ -10,7 +10,7 @@ import inspect
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.domain.evaluator import BaseAgent
+from py_scheduler.domain.evaluator import BaseAgent, HandlerElsewhere
 from py_scheduler.errors import ConfigError, FieldViolation
 
 if TYPE_CHECKING:
@@ -32,17 +32,7 @@ def make_handler(name: str, arguments: dict[str, Any], key: str, parts: Parts | 
     parts: what a constructor gets by the name of its parameter. Each is made from the argument of that name (None
     without one), and called by the key that is its second argument in errors.
     """
-    module_name, _, class_name = name.partition(":")
-    found = _find(_import(module_name, f"{key}.handler"), class_name, f"{key}.handler", "class", _is_handler)
-    if not (inspect.isclass(found) and issubclass(found, BaseAgent)):
-        raise ConfigError(f"{name} is no subclass of py_scheduler.domain.evaluator.BaseAgent", f"{key}.handler")
-    faults = [
-        FieldViolation(f"{key}.handler", f"{name} {fault}: it must have `async def {method}({parameters})`")
-        for method, parameters in _METHODS.items()
-        if (fault := _method_fault(found, method))
-    ]
-    if faults:
-        raise ConfigError(faults)
+    found = _find_handler(name, key)
     wanted = inspect.signature(found).parameters
     made = {
         part: make(arguments.get(part), f"{key}.handler_args.{part}")
@@ -54,6 +44,30 @@ def make_handler(name: str, arguments: dict[str, Any], key: str, parts: Parts | 
     except Exception as error:  # a handler's constructor may raise anything
         reason = f"{name} does not take these arguments: {type(error).__name__}: {error}"
         raise ConfigError(reason, f"{key}.handler_args") from error
+
+
+def handler_elsewhere(name: str, key: str) -> HandlerElsewhere:
+    """Imports `module:Class` and makes none: its runners do. Raises ConfigError as `make_handler` does.
+
+    What is wrong with a handler's module or class is so told before any runner is started.
+    """
+    found = _find_handler(name, key)
+    return HandlerElsewhere(name, scores_groups=found.eval_group is not BaseAgent.eval_group)
+
+
+def _find_handler(name: str, key: str) -> type[BaseAgent]:
+    module_name, _, class_name = name.partition(":")
+    found = _find(_import(module_name, f"{key}.handler"), class_name, f"{key}.handler", "class", _is_handler)
+    if not (inspect.isclass(found) and issubclass(found, BaseAgent)):
+        raise ConfigError(f"{name} is no subclass of py_scheduler.domain.evaluator.BaseAgent", f"{key}.handler")
+    faults = [
+        FieldViolation(f"{key}.handler", f"{name} {fault}: it must have `async def {method}({parameters})`")
+        for method, parameters in _METHODS.items()
+        if (fault := _method_fault(found, method))
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return found
 
 
 def load_strategy(name: str, key: str) -> BatchingStrategy:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from py_scheduler.domain.collecting import CollectReply, CollectRequest
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.generation import GenerationState, PauseMode, WeightUpdate
     from py_scheduler.domain.leases import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         SubmitRequest,
     )
     from py_scheduler.domain.resources import Resource
+    from py_scheduler.domain.runners import RunnerView
 
 
 class PlacementPort(Protocol):
@@ -80,6 +82,16 @@ class EnginePort(Protocol):
     async def abort(self, request: AbortRequest) -> AbortReply: ...
 
     async def resume_training(self, namespace: str) -> int: ...
+
+    async def collect(self, request: CollectRequest) -> CollectReply: ...
+
+    async def drain_submission(self, request: CollectRequest) -> CollectReply: ...
+
+    async def ack_results(self, namespace: str, request_id: str) -> None: ...
+
+    async def discard_submission(self, selector: SubmissionSelector) -> None: ...
+
+    def runner_views(self) -> list[RunnerView]: ...
 
     def submission(self, selector: SubmissionSelector) -> SubmissionView: ...
 

@@ -16,6 +16,7 @@ import grpc
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
 from py_scheduler.api.boundary import CallRefusedError
+from py_scheduler.api.collecting_servicer import CollectingServicer
 from py_scheduler.wire import requests as wire
 from py_scheduler.wire.cursor import CursorCodec
 from py_scheduler.wire.events import encode_frames
@@ -47,11 +48,11 @@ class _Stream:
         self.through_sequence = 0
 
 
-class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
+class SchedulerServicer(CollectingServicer, scheduler_service_pb2_grpc.SchedulerServiceServicer):  # type: ignore[misc]
     """Decode, call the engine, encode. Errors travel to the boundary."""
 
     def __init__(self, engine: EnginePort, version: str, max_tasks_per_call: int) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._version = version
         self._max_tasks_per_call = max_tasks_per_call
         self._streams: set[_Stream] = set()
@@ -136,6 +137,7 @@ class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
     def end_streams(self) -> None:
         """Lets every watch send what has happened until now and end, with a status that says to resume."""
         self._ending = True
+        self.end_waits()
         for stream in self._streams:
             if stream.idle and stream.through_sequence >= self._engine.last_sequence:
                 stream.task.cancel()

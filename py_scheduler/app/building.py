@@ -15,8 +15,9 @@ from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.api.server import ApiServer
 from py_scheduler.app.engines import build_generation
+from py_scheduler.app.runners import NodesOfRay, build_ray, build_runners
 from py_scheduler.batching import BatchingStrategy, fifo_batching
-from py_scheduler.config import Config, EvaluatorSettings, collecting, convert_table
+from py_scheduler.config import Config, EvaluatorSettings, collecting
 from py_scheduler.domain.evaluator import EvaluatorSpec
 from py_scheduler.domain.limits import MAX_MESSAGE_BYTES
 from py_scheduler.errors import (
@@ -24,10 +25,9 @@ from py_scheduler.errors import (
     ConfigError,
     FailedPreconditionError,
     FieldViolation,
-    SandboxError,
     UnplaceableError,
 )
-from py_scheduler.handlers import load_factory, load_strategy, make_handler
+from py_scheduler.handlers import handler_elsewhere, load_factory, load_strategy, make_handler
 from py_scheduler.interfaces.step_desk import StepDesk
 from py_scheduler.interfaces.task_scheduler import STEP_EVENTS, TaskScheduler
 from py_scheduler.placement import PlacementPool, load_cluster_layout, tokens_in_budget
@@ -35,14 +35,15 @@ from py_scheduler.rollout.sample_files import require_torch
 from py_scheduler.rollout.sources import open_source, open_sources
 from py_scheduler.scheduler.engine import Engine
 from py_scheduler.version import version
+from py_scheduler.worker_main import HANDLER_PARTS
 
 if TYPE_CHECKING:
     from py_scheduler.api.generation_http import GenerationHttp
     from py_scheduler.config import ClusterSettings
     from py_scheduler.domain.data import DataSource
+    from py_scheduler.domain.evaluator import BaseAgent
     from py_scheduler.domain.ports import GenerationEngine
     from py_scheduler.domain.resources import NodeResource
-    from py_scheduler.domain.sandbox import Sandbox
     from py_scheduler.rollout.python_source import Factory
     from py_scheduler.rollout.sources import SourceSettings
     from py_scheduler.scheduler.settings import EngineSettings
@@ -88,6 +89,10 @@ def build(config: Config, base_dir: Path) -> Parts:
     _tell(specs, pool, config)
     settings, clock = config.scheduler, LoopClock()
     front = _build_front(config, engines, clock)
+    ray = build_ray(config)
+    runners = build_runners(config, pool, ray, clock)
+    if ray is not None:
+        settings = msgspec.structs.replace(settings, has_fixed_nodes=False)
     scheduler = Engine(
         specs=specs,
         pool=pool,
@@ -99,7 +104,11 @@ def build(config: Config, base_dir: Path) -> Parts:
         default_sampling=config.sampling,
         default_stopping=config.stopping,
         api_front=front,
+        runners=runners,
     )
+    if ray is not None and pool is not None:
+        on_ray = [runner for runner in runners.values() if runner.kind == ray.kind]
+        ray.node_changed = NodesOfRay(pool, cluster_nodes(config.cluster, base_dir) or (), on_ray, scheduler).changed
     steps = TaskScheduler(
         scheduler,
         batching_strategy=batching_strategy,
@@ -199,7 +208,7 @@ def _build_spec(evaluator: EvaluatorSettings, key: str) -> EvaluatorSpec:
     eval_resource = evaluator.run_resource if evaluator.eval_resource is None else evaluator.eval_resource
     return EvaluatorSpec(
         evaluator_id=evaluator.evaluator_id,
-        handler=make_handler(evaluator.handler, evaluator.handler_args, key, {"sandbox": make_sandbox}),
+        handler=_build_handler(evaluator, key),
         resource=evaluator.resource,
         run_resource=evaluator.run_resource,
         eval_resource=eval_resource,
@@ -211,19 +220,14 @@ def _build_spec(evaluator: EvaluatorSettings, key: str) -> EvaluatorSpec:
         solve_threshold=evaluator.solve_threshold,
         on_weight_update=evaluator.on_weight_update,
         mask_off_policy_prefix=evaluator.mask_off_policy_prefix,
+        runner=evaluator.runner,
     )
 
 
-def make_sandbox(table: object, key: str) -> Sandbox:
-    """For handlers that ask for a `sandbox`. Raises ConfigError, also when it cannot be had on this machine."""
-    from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings  # noqa: PLC0415 - most servers need none
-
-    sandbox = ProcessSandbox(convert_table({} if table is None else table, SandboxSettings, key))
-    try:
-        sandbox.probe()
-    except SandboxError as error:
-        raise ConfigError(str(error), key) from error
-    return sandbox
+def _build_handler(evaluator: EvaluatorSettings, key: str) -> BaseAgent:
+    if evaluator.runner == "inline":
+        return make_handler(evaluator.handler, evaluator.handler_args, key, HANDLER_PARTS)
+    return handler_elsewhere(evaluator.handler, key)
 
 
 def build_pool(config: Config, base_dir: Path) -> PlacementPool | None:

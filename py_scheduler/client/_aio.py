@@ -12,11 +12,11 @@ import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler.client._base import CALL_SECONDS
+from py_scheduler.client._collecting import CollectClient
 from py_scheduler.client._rollout import follow_rollout
-from py_scheduler.client._steps import StepClient
-from py_scheduler.domain.requests import AbortRequest, EventFilter, SubmissionSelector
+from py_scheduler.domain.requests import AbortRequest, Delivery, EventFilter
 from py_scheduler.domain.task import BatchId, SubmissionKey
-from py_scheduler.errors import InvalidArgumentError
+from py_scheduler.errors import InvalidArgumentError, NotFoundError
 from py_scheduler.wire import requests as wire
 from py_scheduler.wire.events import decode_frame
 from py_scheduler.wire.explanations import decode_explanation
@@ -49,7 +49,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     cursor: bytes
 
 
-class SchedulerClient(StepClient):
+class SchedulerClient(CollectClient):
     """Talks to one server; any number of calls at a time. Use it as `async with`, or call `open` and `close`.
 
     reconnect_seconds: how long a connection may stay broken before calls and watches give up. 0: not at all.
@@ -82,15 +82,17 @@ class SchedulerClient(StepClient):
         request_id: str | None = None,
         namespace: str | None = None,
         iteration: IterationContext | None = None,
+        delivery: Delivery = Delivery.WATCH,
     ) -> Submission:
         """Hands in tasks, in several calls when they are many; returns when the server has taken them all.
 
         The same request_id with the same tasks again gives the same task ids and runs nothing twice; None makes a fresh
         one. A call is all or nothing; when a later one of several is refused, the tasks of the earlier ones stay
-        accepted. `iteration` is what every episode of these tasks is told of the step.
+        accepted. `iteration` is what every episode of these tasks is told of the step. `delivery`: whether results are
+        kept until they are collected.
         Raises InvalidArgumentError, UnplaceableError, AlreadyExistsError, ResourceExhaustedError, ServerError.
         """
-        chunks = self._chunks(tasks, batch_id, request_id, namespace, iteration)
+        chunks = self._chunks(tasks, batch_id, request_id, namespace, iteration, delivery)
         replies = [await self.submit_chunk(chunk) for chunk in chunks]
         return Submission(
             submission_id=replies[0].submission_id,
@@ -113,7 +115,7 @@ class SchedulerClient(StepClient):
         request = service.ExplainTaskRequest(task_id=task_id, namespace=namespace or self._namespace)
         return decode_explanation(await self._call(lambda stub: stub.ExplainTask, request))
 
-    async def abort(
+    async def abort(  # noqa: PLR0913 -- the fields of an AbortRequest
         self,
         batch_id: BatchId | None = None,
         *,
@@ -123,10 +125,13 @@ class SchedulerClient(StepClient):
         reason: str = "",
         wait: bool = True,
         timeout_seconds: float = CALL_SECONDS,
+        keep_partial: bool = False,
+        restart_runners: bool = False,
     ) -> AbortReply:
         """Stops a submission, or those of its tasks that are named. Each task still ends with its own TaskDone.
 
         wait: return when the work has stopped, or shortly before `timeout_seconds` with what is `still_stopping`.
+        keep_partial, restart_runners: see `AbortRequest`.
         Raises NotFoundError.
         """
         abort = AbortRequest(
@@ -134,6 +139,8 @@ class SchedulerClient(StepClient):
             task_ids=tuple(task_ids),
             reason=reason,
             wait=wait,
+            keep_partial=keep_partial,
+            restart_runners=restart_runners,
         )
         request = wire.encode_abort_request(abort)
         reply = await self._call(lambda stub: stub.AbortSubmission, request, timeout_seconds)
@@ -146,6 +153,32 @@ class SchedulerClient(StepClient):
         request = service.ResumeTrainingRequest(namespace=namespace or self._namespace)
         reply = await self._call(lambda stub: stub.ResumeTraining, request)
         return int(reply.weight_epoch)
+
+    # By the names of Trinity's Scheduler
+
+    async def schedule(self, tasks: Iterable[Task], batch_id: BatchId) -> Submission | None:
+        """`submit` for results that are collected. No tasks: nothing happens. Raises what `submit` raises."""
+        tasks = list(tasks)
+        return await self.submit(tasks, batch_id, delivery=Delivery.COLLECT) if tasks else None
+
+    async def abort_batch(
+        self,
+        batch_id: BatchId,
+        return_partial_tasks: bool = False,
+        restart_runners: bool = True,
+    ) -> None:
+        """`abort`; a batch that is not known has nothing to stop. What is completed can be drained still."""
+        try:
+            await self.abort(batch_id, keep_partial=return_partial_tasks, restart_runners=restart_runners)
+        except NotFoundError:
+            return
+
+    async def has_step(self, batch_id: BatchId) -> bool:
+        """Whether anything waits, runs or is to be collected under this id."""
+        try:
+            return (await self.get_submission(batch_id)).has_step
+        except NotFoundError:
+            return False
 
     async def server_info(self) -> ServerInfo:
         """The server's evaluators, engines and nodes."""
@@ -231,17 +264,11 @@ class SchedulerClient(StepClient):
         request_id: str | None,
         namespace: str | None,
         iteration: IterationContext | None,
+        delivery: Delivery = Delivery.WATCH,
     ) -> Iterator[SubmitChunk]:
         key = SubmissionKey(batch_id, namespace or self._namespace)
         request_id = request_id or uuid.uuid4().hex
-        return encode_submission_chunks(tasks, key, request_id, _CHUNK_TASKS, _CHUNK_BYTES, iteration)
-
-    def _selector(self, batch_id: BatchId | None, submission_id: str, namespace: str | None) -> SubmissionSelector:
-        if (batch_id is None) != bool(submission_id):
-            raise InvalidArgumentError("name the submission by exactly one of batch_id and submission_id", "batch_id")
-        return SubmissionSelector(
-            submission_id=submission_id, batch_id=batch_id, namespace=namespace or self._namespace
-        )
+        return encode_submission_chunks(tasks, key, request_id, _CHUNK_TASKS, _CHUNK_BYTES, iteration, delivery)
 
     async def submit_chunk(self, chunk: SubmitChunk) -> service.SubmitTasksResponse:
         """One SubmitTasks call. For the rollout's use."""

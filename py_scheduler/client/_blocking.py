@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 def blocking(
     method: Callable[Concatenate[ClientT, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[BlockingServiceClient[ClientT], P], T]:
+) -> Callable[Concatenate[BlockingServiceClient[Any], P], T]:
     """The same method, for the client's blocking twin."""
 
     @wraps(method)
-    def call(self: BlockingServiceClient[ClientT], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: BlockingServiceClient[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
         result: T = self.portal.call(partial(method, self.client, *args, **kwargs))
         return result
 
@@ -109,6 +109,22 @@ class BlockingSchedulerClient(BlockingServiceClient[SchedulerClient]):
     abort = blocking(SchedulerClient.abort)
     resume_training = blocking(SchedulerClient.resume_training)
     server_info = blocking(SchedulerClient.server_info)
+    collect = blocking(SchedulerClient.collect)
+    drain = blocking(SchedulerClient.drain)
+    ack_results = blocking(SchedulerClient.ack_results)
+    discard = blocking(SchedulerClient.discard)
+    list_runners = blocking(SchedulerClient.list_runners)
+    schedule = blocking(SchedulerClient.schedule)
+    get_payload_results = blocking(SchedulerClient.get_payload_results)
+    get_statuses = blocking(SchedulerClient.get_statuses)
+    drain_batch_payload_results = blocking(SchedulerClient.drain_batch_payload_results)
+    discard_completed_results = blocking(SchedulerClient.discard_completed_results)
+    abort_batch = blocking(SchedulerClient.abort_batch)
+    has_step = blocking(SchedulerClient.has_step)
+    get_key_state = blocking(SchedulerClient.get_key_state)
+    get_runner_state = blocking(SchedulerClient.get_runner_state)
+    get_all_state = blocking(SchedulerClient.get_all_state)
+    print_all_state = blocking(SchedulerClient.print_all_state)
     watch = _iterating(SchedulerClient.watch)
     rollout_batches = _iterating(SchedulerClient.rollout_batches)
     execute_rollout = _iterating(SchedulerClient.execute_rollout)

@@ -50,10 +50,15 @@ def _submission_lines(view: SubmissionView) -> list[str]:
         f"tasks      open {view.open_tasks}  succeeded {view.succeeded_tasks}  partial {view.partial_tasks}  "
         f"failed {view.failed_tasks}  aborted {view.aborted_tasks}"
     )
+    results = (
+        f"results    to collect {view.collectable_tasks}  not acknowledged {view.unacknowledged_tasks}  "
+        f"together about {view.kept_bytes:,} bytes"
+    )
     return [
         f"submission {view.submission_id}  batch_id {view.key.batch_id}  namespace {view.key.namespace}",
         f"attempts   queued {view.queued_attempts}  leased {view.leased_attempts}  running {view.running_attempts}",
         tasks,
+        *([results] if view.kept_bytes else []),
         *(
             f"waiting    {len(batch.task_ids)} tasks from {batch.task_ids[0] if batch.task_ids else '-'}  "
             f"for {batch.waiting_seconds:.1f} s, bypassed {batch.bypassed} times: {batch.reason}"

@@ -11,6 +11,7 @@ from py_scheduler.config.tables import UNIX_PREFIX
 from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.limits import check_sampling, check_stopping, name_fault
 from py_scheduler.domain.resources import check_extras
+from py_scheduler.domain.runners import check_runner_settings
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.rollout.reuse import check_reuse
 from py_scheduler.rollout.sources import check_source
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from py_scheduler.config.tables import Config, EvaluatorSettings, GatewaySettings, ServerSettings
+    from py_scheduler.domain.runners import RaySettings
     from py_scheduler.rollout.settings import RolloutSettings
     from py_scheduler.rollout.sources import SourceSettings
 
@@ -34,6 +36,7 @@ def check(config: Config) -> Iterator[FieldViolation]:
     """Everything that is wrong with a configuration whose types are right."""
     yield from _check_listen(config.server)
     yield from _check_gateway(config.gateway)
+    yield from _check_ray(config.ray)
     yield from _check_numbers(config.scheduler, "scheduler")
     yield from _check_numbers(config.cluster, "cluster")
     yield from _check_numbers(config.server, "server")
@@ -116,6 +119,18 @@ def _check_gateway(gateway: GatewaySettings) -> Iterator[FieldViolation]:
         )
 
 
+def _check_ray(ray: RaySettings) -> Iterator[FieldViolation]:
+    host = _host_of(ray.listen)
+    if host is None:
+        yield FieldViolation("ray.listen", f'is {ray.listen!r}, must be "host:port"')
+    elif not _LOOPBACK.match(host) and not ray.insecure_remote:
+        yield FieldViolation(
+            "ray.listen",
+            f"{host} is not loopback, and what runners and server say there is not encrypted. Listen on 127.0.0.1, or "
+            "set ray.insecure_remote = true on a network that you trust",
+        )
+
+
 def _host_of(listen: str) -> str | None:
     """Of "host:port"; None when it is no such thing."""
     host, colon, port = listen.rpartition(":")
@@ -144,6 +159,7 @@ def _check_evaluator(evaluator: EvaluatorSettings, key: str) -> Iterator[FieldVi
             evaluator.run_resource.field_max(evaluator.eval_resource)
         except InvalidArgumentError as error:
             yield from _prefixed(f"{key}.eval_resource", error.violations)
+    yield from _prefixed(f"{key}.runner_settings", check_runner_settings(evaluator.runner_settings))
     for name in ("run_timeout_seconds", "eval_timeout_seconds", "solve_threshold"):
         value = getattr(evaluator, name)
         if value is not None and not math.isfinite(value):

@@ -10,6 +10,7 @@ import msgspec
 from py_scheduler.domain.generation import OnWeightUpdate, SamplingParams, StoppingCriteria
 from py_scheduler.domain.limits import MAX_MESSAGE_BYTES, MAX_TASKS_PER_CALL
 from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.runners import RaySettings, RunnerKind, RunnerSettings
 from py_scheduler.rollout.settings import RolloutSettings
 from py_scheduler.rollout.sources import SourceSettings
 from py_scheduler.scheduler.settings import EngineSettings
@@ -80,6 +81,8 @@ class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """One `[[evaluator]]` table: an EvaluatorSpec whose handler is named `module:Class` and made with `handler_args`.
 
     eval_resource: that of run, when absent. batch_size: tasks to a batch; 0 for no limit.
+    runner: where its samples are played: in the loop, in processes of this machine, in actors of a Ray cluster.
+    runner_settings: of the latter two.
     """
 
     evaluator_id: str
@@ -96,6 +99,8 @@ class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     solve_threshold: float = 1.0
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESTART
     mask_off_policy_prefix: bool = False
+    runner: RunnerKind = "inline"
+    runner_settings: RunnerSettings = RunnerSettings()
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,6 +114,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stopping: StoppingCriteria = StoppingCriteria()
     generation: dict[str, dict[str, Any]] = {}
     evaluator: tuple[EvaluatorSettings, ...] = ()
+    ray: RaySettings = RaySettings()
     rollout: RolloutSettings = RolloutSettings()
     dataset: tuple[SourceSettings, ...] = ()
     eval_dataset: tuple[SourceSettings, ...] = ()

@@ -147,16 +147,40 @@ class BaseAgent:
         """Whether `eval_group` is overridden."""
         return type(self).eval_group is not BaseAgent.eval_group
 
+    @property
+    def handler_name(self) -> str:
+        """As `module:Class`, for people to read."""
+        return f"{type(self).__module__}:{type(self).__qualname__}"
+
+
+class HandlerElsewhere(BaseAgent):
+    """Stands in the server for a handler that only its runners make."""
+
+    def __init__(self, name: str, *, scores_groups: bool) -> None:
+        self._name = name
+        self._scores_groups = scores_groups
+
+    @property
+    def scores_groups(self) -> bool:
+        return self._scores_groups
+
+    @property
+    def handler_name(self) -> str:
+        return self._name
+
 
 class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Binds a handler to a resource model.
 
+    runner: where its samples are played: `inline` (in the loop), `process` or `ray`, whose handler is a
+    `HandlerElsewhere`.
     resource: the budget of one evaluator (one batch); its concurrency is the ceiling of samples running at once.
     run_resource, eval_resource: what one sample holds in each phase. batch_size: tasks to a batch, None for no limit.
     run_timeout_seconds, eval_timeout_seconds: of one sample's phase; None for no limit.
     solve_threshold: a finished sample with at least this score is `solved`.
     on_weight_update: what becomes of a turn that is being generated when a pause aborts it.
     mask_off_policy_prefix: take tokens of older weights than a sample's newest out of its loss mask.
+    admits_subtasks_alone: each SubTask is admitted by itself as soon as one token is free, and not its whole batch.
     """
 
     evaluator_id: str
@@ -172,6 +196,8 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     solve_threshold: float = 1.0
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESTART
     mask_off_policy_prefix: bool = False
+    admits_subtasks_alone: bool = False
+    runner: str = "inline"
 
     @property
     def sample_resource(self) -> Resource:

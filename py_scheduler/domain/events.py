@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
+from py_scheduler.domain.collecting import UnfinishedTask
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.domain.task import BatchId, Task
@@ -32,6 +33,7 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fals
     """One SubmitTasks call was taken in. Tasks of one call are accepted together or not at all.
 
     group_scored: the task types among them whose handler scores all samples of a task together before its TaskDone.
+    is_collected: whether their results are kept until they are collected.
     """
 
     submission_id: str
@@ -43,6 +45,7 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fals
     unix_seconds: float
     iteration: IterationContext | None = None
     group_scored: frozenset[str] = frozenset()
+    is_collected: bool = False
 
 
 class AttemptsLeased(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
@@ -68,6 +71,8 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False
 
     is_counted: whether it used up a retry; the end of the server's own process does not. is_refill: whether the next
     attempt takes the place of one that the infrastructure failed, which no retry of the agent pays for.
+    payload: what the runner made for the trainer in this attempt, never decoded here; like samples, only when final.
+    running_seconds: from the handler's start to its end, or until it was given up.
     """
 
     submission_id: str
@@ -81,6 +86,8 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False
     unix_seconds: float
     is_counted: bool = True
     is_refill: bool = False
+    payload: bytes = b""
+    running_seconds: float = 0.0
 
 
 class StopCause(StrEnum):
@@ -88,13 +95,14 @@ class StopCause(StrEnum):
 
     REQUEST = "request"
     PHASE_TIMEOUT = "phase_timeout"
+    ATTEMPT_TIMEOUT = "attempt_timeout"
     TASK_DEADLINE = "task_deadline"
     SHUTDOWN = "shutdown"
 
     @property
     def attempt_state(self) -> AttemptState:
         """How an attempt ends that was stopped for this cause."""
-        if self in (StopCause.PHASE_TIMEOUT, StopCause.TASK_DEADLINE):
+        if self in _TIMEOUTS:
             return AttemptState.TIMED_OUT
         return AttemptState.ABORTED
 
@@ -104,14 +112,23 @@ class StopCause(StrEnum):
         return Outcome.AGENT_TIMEOUT if self.attempt_state is AttemptState.TIMED_OUT else Outcome.ABORTED
 
 
+_TIMEOUTS = frozenset({StopCause.PHASE_TIMEOUT, StopCause.ATTEMPT_TIMEOUT, StopCause.TASK_DEADLINE})
+
+
 class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """These tasks are to stop; each still ends with its own TaskDone. `cause` is REQUEST or TASK_DEADLINE."""
+    """These tasks are to stop; each still ends with its own TaskDone. `cause` is REQUEST or TASK_DEADLINE.
+
+    keeps_results: whether those that wait to be collected leave a result of the samples that had succeeded.
+    restarts_runners: whether the runners that were at them are replaced before they take other work.
+    """
 
     submission_id: str
     task_ids: tuple[str, ...]
     cause: StopCause
     reason: str
     unix_seconds: float
+    keeps_results: bool = False
+    restarts_runners: bool = False
 
 
 class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
@@ -168,15 +185,59 @@ class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fa
 EVERY_NAMESPACE = ""
 """The namespace of a record that is of none."""
 
+
+class ResultsCollected(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    """These tasks' results were handed out under a request id; they are kept until that is acknowledged.
+
+    unfinished, warnings, is_timed_out: what that call was told beside them.
+    """
+
+    submission_id: str
+    request_id: str
+    task_ids: tuple[str, ...]
+    unix_seconds: float
+    unfinished: tuple[UnfinishedTask, ...] = ()
+    warnings: tuple[str, ...] = ()
+    is_timed_out: bool = False
+
+
+class ResultsAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    """What was handed out under this request id has arrived: it is forgotten."""
+
+    submission_id: str
+    request_id: str
+    unix_seconds: float
+
+
+class ResultsDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    """All results of a submission that were kept are forgotten, those handed out and not acknowledged too.
+
+    Its open tasks go on; what they come to is kept again.
+    """
+
+    submission_id: str
+    unix_seconds: float
+
+
 JournalledEvent = (
-    TasksAccepted | AttemptStarted | AttemptEnded | AbortRequested | TaskDone | WeightsChanged | TrainingResumed
+    TasksAccepted
+    | AttemptStarted
+    | AttemptEnded
+    | AbortRequested
+    | TaskDone
+    | ResultsCollected
+    | ResultsAcknowledged
+    | ResultsDiscarded
+    | WeightsChanged
+    | TrainingResumed
 )
-Event = JournalledEvent | AttemptsLeased
+Event = AttemptsLeased | JournalledEvent
 
 
 EVENT_BYTES = 600
 """What an event costs in memory beside its payload: within a factor of two, which is all that a limit needs."""
 _REWARD_BYTES = 100
+_ID_BYTES = 100
 
 
 class EventRecord(msgspec.Struct, gc=False):
@@ -196,15 +257,18 @@ class EventRecord(msgspec.Struct, gc=False):
 def approximate_size(event: Event) -> int:
     """Bytes in memory of an event with its payload."""
     if type(event) is AttemptEnded:
-        return EVENT_BYTES + sum([_sample_size(sample) for sample in event.samples])
+        return EVENT_BYTES + len(event.payload) + sum([sample_size(sample) for sample in event.samples])
     if type(event) is TasksAccepted:
         return sum([EVENT_BYTES + len(accepted.task.prompt) + len(accepted.task.data) for accepted in event.tasks])
+    if type(event) is ResultsCollected:
+        return EVENT_BYTES + _ID_BYTES * (len(event.task_ids) + len(event.unfinished))
     if type(event) is TaskDone and event.rewards:
         return EVENT_BYTES + _REWARD_BYTES * len(event.rewards)
     return EVENT_BYTES
 
 
-def _sample_size(sample: SampleDone) -> int:
+def sample_size(sample: SampleDone) -> int:
+    """Bytes in memory of what a sample carries beside its fixed fields."""
     trajectory = sample.trajectory
     texts = sum([len(turn.text) for turn in trajectory.turns]) if trajectory.turns else 0
     return 10 * len(trajectory) + texts + len(sample.error)

@@ -17,6 +17,7 @@ from py_scheduler.errors import FieldViolation, InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.generation import SamplingParams, StoppingCriteria, WeightUpdate
     from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import TaskConfig
@@ -37,10 +38,14 @@ MAX_STOPS = 64
 MAX_MESSAGE_BYTES = 64 << 20
 """Of one message on the wire, unless a server or client is set to another limit."""
 MAX_TASKS_PER_CALL = 100_000
+MAX_TASKS_PER_SUBMISSION = 2**31 - 1
 MAX_VIOLATIONS = 20
 """Told of one request. What a reply can carry is bounded, what can be wrong with 100 000 tasks is not."""
 MAX_WAITING_SHOWN = 100
 """Waiting batches that one answer tells of."""
+MAX_UNFINISHED_SHOWN = 1_000
+"""Tasks that one collect was not answered with, and that it names."""
+MAX_COLLECT_SECONDS = 366 * 86_400.0
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
@@ -78,6 +83,12 @@ _ITERATION_RANGES = {
     "t_max": Range(0, _MAX_INT64),
 }
 _DEADLINE = Range(0, MAX_DEADLINE_SECONDS, above_low=True)
+_COLLECT_RANGES = {
+    "min_num": Range(0, MAX_TASKS_PER_SUBMISSION),
+    "max_num": Range(1, MAX_TASKS_PER_SUBMISSION),
+    "timeout_seconds": Range(0, MAX_COLLECT_SECONDS),
+    "wait_after_min_seconds": Range(0, MAX_COLLECT_SECONDS),
+}
 
 
 def name_fault(name: str, *, required: bool = True) -> str | None:
@@ -103,6 +114,24 @@ def check_batch_id(batch_id: object) -> Iterator[FieldViolation]:
 def check_iteration(iteration: IterationContext) -> Iterator[FieldViolation]:
     """A step before the first, or a probability that is none."""
     yield from _outside(iteration, _ITERATION_RANGES)
+
+
+def check_collect(request: CollectRequest) -> Iterator[FieldViolation]:
+    """Everything that can be said of a collect without knowing the submission."""
+    for field, name in (("request_id", request.request_id), ("namespace", request.namespace)):
+        if fault := name_fault(name):
+            yield FieldViolation(field, fault)
+    if (request.batch_id is None) != bool(request.submission_id):
+        yield FieldViolation("submission_id", "name the submission by exactly one of submission_id and batch_id")
+    elif request.batch_id is None:
+        if fault := name_fault(request.submission_id):
+            yield FieldViolation("submission_id", fault)
+    else:
+        for violation in check_batch_id(request.batch_id):
+            yield FieldViolation(f"batch_id.{violation.field}", violation.description)
+    yield from _outside(request, _COLLECT_RANGES)
+    if request.min_num is not None and request.max_num is not None and request.min_num > request.max_num:
+        yield FieldViolation("max_num", f"is {request.max_num}, must be at least min_num ({request.min_num})")
 
 
 def check_step_samples(samples: int, made_of: str, field: str) -> None:
@@ -185,9 +214,16 @@ def check_task_config(config: TaskConfig) -> Iterator[FieldViolation]:
     deadline = config.task_deadline_seconds
     if deadline is not None and deadline not in _DEADLINE:
         yield FieldViolation("task_deadline_seconds", f"is {deadline}, must be {_DEADLINE}")
+    size = config.max_samples_per_subtask
+    if size is not None and not 1 <= size <= MAX_REPEAT_TIMES:
+        description = f"is {size}, must be at least 1 and at most {MAX_REPEAT_TIMES}, or absent for all in one"
+        yield FieldViolation("max_samples_per_subtask", description)
+    timeout = config.attempt_timeout_seconds
+    if timeout is not None and timeout not in _DEADLINE:
+        yield FieldViolation("attempt_timeout_seconds", f"is {timeout}, must be {_DEADLINE}")
     for field in RetryPolicy.__struct_fields__:
         retries = getattr(config.retry, field)
-        if not 0 <= retries <= MAX_RETRIES:
+        if retries is not None and not 0 <= retries <= MAX_RETRIES:
             yield FieldViolation(f"retry.{field}", f"is {retries}, must be at least 0 and at most {MAX_RETRIES}")
     for violation in check_sampling(config.sampling):
         yield FieldViolation(f"sampling.{violation.field}", violation.description)

@@ -11,6 +11,9 @@ from py_scheduler.domain.events import (
     AttemptEnded,
     AttemptStarted,
     EventRecord,
+    ResultsAcknowledged,
+    ResultsCollected,
+    ResultsDiscarded,
     TaskDone,
     TrainingResumed,
     WeightsChanged,
@@ -20,16 +23,25 @@ from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey, Task
 
 
+class Delivery(StrEnum):
+    """How results reach the trainer: in the events it watches alone, or kept besides until it collects them."""
+
+    WATCH = "watch"
+    COLLECT = "collect"
+
+
 class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tasks to take in, all or none. The same request_id with the same content runs once, however often it is sent.
 
     iteration: what the training loop says about the step; each episode of these tasks sees it.
+    delivery: how their results reach the trainer.
     """
 
     request_id: str
     key: SubmissionKey
     tasks: tuple[Task, ...]
     iteration: IterationContext | None = None
+    delivery: Delivery = Delivery.WATCH
 
 
 class SubmitReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +65,8 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Stops a submission, or those of its tasks that are named.
 
     wait: answer when the work has stopped; at most `timeout_seconds`, None for as long as it takes.
+    keep_partial: of tasks whose results are collected, whether those with samples that succeeded leave a result.
+    restart_runners: whether the runners that were at them are replaced before they take other work.
     """
 
     selector: SubmissionSelector
@@ -60,6 +74,8 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     wait: bool = False
     timeout_seconds: float | None = None
+    keep_partial: bool = False
+    restart_runners: bool = False
 
 
 class AbortReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +95,12 @@ class WaitingBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SubmissionView(msgspec.Struct, frozen=True, kw_only=True):
-    """How a submission stands: attempts now in each live state, tasks by how they ended, and what waits."""
+    """How a submission stands: attempts now in each live state, tasks by how they ended, and what waits.
+
+    scheduled_tasks: all that were submitted. collectable_tasks: results that wait to be collected.
+    unacknowledged_tasks: results that were handed out and not acknowledged. kept_bytes: of both, about.
+    has_step: whether anything waits, runs or is to be collected.
+    """
 
     submission_id: str
     key: SubmissionKey
@@ -92,6 +113,14 @@ class SubmissionView(msgspec.Struct, frozen=True, kw_only=True):
     failed_tasks: int
     aborted_tasks: int
     waiting: tuple[WaitingBatch, ...]
+    scheduled_tasks: int = 0
+    collectable_tasks: int = 0
+    unacknowledged_tasks: int = 0
+    kept_bytes: int = 0
+
+    @property
+    def has_step(self) -> bool:
+        return self.open_tasks > 0 or self.collectable_tasks > 0
 
 
 class EventKind(StrEnum):
@@ -104,6 +133,9 @@ class EventKind(StrEnum):
     TASK_DONE = "task_done"
     WEIGHTS_CHANGED = "weights_changed"
     TRAINING_RESUMED = "training_resumed"
+    RESULTS_COLLECTED = "results_collected"
+    RESULTS_ACKNOWLEDGED = "results_acknowledged"
+    RESULTS_DISCARDED = "results_discarded"
 
 
 class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +225,16 @@ class TasksAcceptedNotice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WatchedEvent = (
-    TasksAcceptedNotice | AttemptStarted | AttemptEnded | AbortRequested | TaskDone | WeightsChanged | TrainingResumed
+    TasksAcceptedNotice
+    | AttemptStarted
+    | AttemptEnded
+    | AbortRequested
+    | TaskDone
+    | ResultsCollected
+    | ResultsAcknowledged
+    | ResultsDiscarded
+    | WeightsChanged
+    | TrainingResumed
 )
 
 

@@ -7,7 +7,11 @@ from typing import Any
 
 import msgspec
 
+from py_scheduler.domain.frozen_dict import FrozenDict
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory
+
+NO_METRICS: FrozenDict[str, float] = FrozenDict()
+"""One object for all samples that measured nothing."""
 
 
 class Outcome(StrEnum):
@@ -86,12 +90,13 @@ class AgentResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What `BaseAgent.run` returns; the tokens are recorded by the episode itself.
 
     termination_reason: why the agent stopped, in its own words (`"max_turns"` and `"context_overflow"` are understood).
-    answer, reward_inputs: what `eval` needs.
+    answer, reward_inputs: what `eval` needs. metrics: what the run measured; see `domain.metrics` for their names.
     """
 
     termination_reason: str = ""
     answer: str = ""
     reward_inputs: dict[str, Any] = {}
+    metrics: dict[str, float] = NO_METRICS
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -115,6 +120,7 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     node_ip, gpu_ids: where it ran; empty when it never did. started_unix_seconds: when run began; 0 when it never did.
     weight_epoch: of the oldest weights that the student generated tokens of it with; None when it generated none.
     staleness: how often the weights had changed since then when the sample ended.
+    metrics: what its run measured, by name; a name may end in how it is to be put together (see `domain.metrics`).
     """
 
     task_id: str
@@ -132,6 +138,7 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     started_unix_seconds: float = 0.0
     weight_epoch: int | None = None
     staleness: int = 0
+    metrics: dict[str, float] = NO_METRICS
 
     @property
     def is_scored(self) -> bool:

@@ -19,11 +19,14 @@ DEFAULT_NAMESPACE = "default"
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
     """How many new attempts a SubTask may have: after a failure or timeout of the agent, after a lost worker or node,
     and (refills) after an attempt whose samples ended by a fault of the infrastructure.
+
+    max_retries: one budget for failures, timeouts and losses, in place of the first two; None: they have their own.
     """
 
     max_failure_retries: int = 0
     max_loss_retries: int = 2
     max_infra_refills: int = 0
+    max_retries: int | None = None
 
 
 class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -32,6 +35,12 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     sampling, stopping: this task's own values; they beat the spec's, field by field.
     task_deadline_seconds: counted from acceptance; the task ends then, whatever it is doing. None: no deadline.
     is_eval: whether it measures instead of producing training data; evals and training share room by weight.
+    max_samples_per_subtask: samples that run together, by one runner, and are retried together; None: all of them.
+    keeps_partial: whether a SubTask that fails keeps the samples that succeeded; it is not tried again then. Without
+    it a SubTask's samples count together or not at all.
+    attempt_timeout_seconds: how long one attempt at a SubTask may take from its start; None: no limit of its own.
+    has_dynamic_timeout: whether an attempt has less time than that once it is known how long sub-tasks take; see
+    `scheduler.dynamic_timeout`.
     """
 
     task_type: str
@@ -42,6 +51,15 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     task_deadline_seconds: float | None = None
     retry: RetryPolicy = RetryPolicy()
     is_eval: bool = False
+    max_samples_per_subtask: int | None = 1
+    keeps_partial: bool = False
+    attempt_timeout_seconds: float | None = None
+    has_dynamic_timeout: bool = False
+
+    @property
+    def subtask_count(self) -> int:
+        """How many of its SubTasks could run at once."""
+        return -(-self.repeat_times // (self.max_samples_per_subtask or self.repeat_times))
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -53,25 +53,29 @@ class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
 class RunningAttempt:
     """An attempt that a worker is at, and the sample it has come to. Its times are monotonic seconds.
 
-    phase_deadline: when the present phase times out, unless its clock stands still by then. stop_deadline: when a
-    worker that was told to stop is given up.
+    phase_deadline: when the present phase times out, unless its clock stands still by then. attempt_deadline: likewise
+    for the attempt as a whole. stop_deadline: when a worker that was told to stop is given up.
+    restarts_runner: once it is told to stop, whether what it runs on is to be replaced before it takes other work.
     """
 
     __slots__ = (
         "_arm",
         "_clock",
         "_clock_stopped_at",
+        "attempt_deadline",
         "began_at",
         "began_unix_seconds",
         "evaluator",
         "gpu_ids",
         "is_over",
         "is_stranded",
+        "kill",
         "node_ip",
         "on_stop",
         "phase",
         "phase_deadline",
         "planned",
+        "restarts_runner",
         "sample_no",
         "stop_cause",
         "stop_deadline",
@@ -105,11 +109,15 @@ class RunningAttempt:
         self.sample_no = planned.first_sample_no
         self.phase = "run"
         self.phase_deadline: float | None = None
+        self.attempt_deadline: float | None = None
+        self.restarts_runner = False
         self.stop_deadline: float | None = None
         self.stop_cause: StopCause | None = None
         self.stop_reason = ""
         self.on_stop: Callable[[], None] | None = None
         """For what is at work beside the handler and would not be cancelled with it."""
+        self.kill: Callable[[], None] | None = None
+        """Ends by force what runs it, when it can be: the way out when a stop is ignored."""
         self.workdirs: list[Path] = []
         """What its episodes have made of their own, to be removed after the attempt."""
         self.is_over = False
@@ -127,19 +135,32 @@ class RunningAttempt:
             now = self._clock.monotonic()
             self.phase_deadline = now + timeout_seconds
             if self._clock_stopped_at is not None:
+                if self.attempt_deadline is not None:
+                    self.attempt_deadline += now - self._clock_stopped_at
                 self._clock_stopped_at = now
             self._arm(self.phase_deadline, self)
 
+    def limit(self, timeout_seconds: float) -> None:
+        """Gives the attempt so much time from its start."""
+        self.attempt_deadline = self.began_at + timeout_seconds
+        self._arm(self.attempt_deadline, self)
+
     def stop_clock(self) -> None:
-        """The phase takes no time from now on."""
+        """Neither the phase nor the attempt takes time from now on."""
         if self._clock_stopped_at is None:
             self._clock_stopped_at = self._clock.monotonic()
 
     def start_clock(self) -> None:
         stopped_at, self._clock_stopped_at = self._clock_stopped_at, None
-        if stopped_at is not None and self.phase_deadline is not None:
-            self.phase_deadline += self._clock.monotonic() - stopped_at
+        if stopped_at is None:
+            return
+        stood_still = self._clock.monotonic() - stopped_at
+        if self.phase_deadline is not None:
+            self.phase_deadline += stood_still
             self._arm(self.phase_deadline, self)
+        if self.attempt_deadline is not None:
+            self.attempt_deadline += stood_still
+            self._arm(self.attempt_deadline, self)
 
     @property
     def clock_stands_still(self) -> bool:
@@ -153,12 +174,13 @@ class RunningAttempt:
         now = self._clock.monotonic() if self._clock_stopped_at is None else self._clock_stopped_at
         return max(0.0, self.phase_deadline - now)
 
-    def stop(self, cause: StopCause, reason: str) -> bool:
+    def stop(self, cause: StopCause, reason: str, *, restarts_runner: bool = False) -> bool:
         """Cancels what the handler is waiting for. False when it was told before or is over."""
         if self.is_over or self.stop_cause is not None:
             return False
         self.stop_cause = cause
         self.stop_reason = reason
+        self.restarts_runner = restarts_runner
         if self.on_stop is not None:
             self.on_stop()
         # A handler that, in its own turn, causes its own stop is not waiting: the check after its phase sees the cause.
@@ -168,11 +190,15 @@ class RunningAttempt:
 
 
 class AttemptReport(msgspec.Struct, frozen=True):
-    """How an attempt ended: its state, the samples that were played, and what to say about it."""
+    """How an attempt ended: its state, the samples that were played, and what to say about it.
+
+    payload: what its runner made for the trainer, of all its samples together; empty when it made nothing.
+    """
 
     state: AttemptState
     samples: tuple[SampleDone, ...]
     message: str = ""
+    payload: bytes = b""
 
 
 def unfinished_sample(running: RunningAttempt, outcome: Outcome, error: str) -> SampleDone:

@@ -2,27 +2,30 @@
 
 A slot is one permit of `Resource.concurrency` together with one placement token of the batch's lease; a resident
 worker takes a slot and plays one attempt after another with it. A sample holds its slot from run through eval. A
-token that no waiting attempt can use goes back to the pool at once: stragglers hold only what they use.
+token that no waiting attempt can use goes back to the pool at once: stragglers hold only what they use. Where an
+attempt is played, its runner knows (`execution/runner.py`); a seat at one is taken before the attempt is.
 
-Invariant: a token is released exactly once, at the end of the drain that took it, whatever ended it.
+Invariants
+  1. A token is released exactly once, at the end of the drain that took it, whatever ended it; so is a seat left.
+  2. No attempt is begun without a seat, so that none is lost to a runner that does not live.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from py_scheduler.domain.results import AttemptState, SampleDone
-from py_scheduler.domain.task import Sample
 from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt
-from py_scheduler.execution.episode import EpisodeServices, HandlerEpisode
-from py_scheduler.execution.play import play_sample
+from py_scheduler.execution.episode import EpisodeServices
+from py_scheduler.execution.runner import INLINE, Runner, SeatGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.execution.runner import Seat
     from py_scheduler.execution.workers import Worker
 
 
@@ -47,7 +50,7 @@ class AttemptBoard(Protocol):
 class Evaluator:
     """The samples of one batch that have not been started, and how many slots are at them."""
 
-    __slots__ = ("_board", "_services", "active_slots", "pending", "spec")
+    __slots__ = ("_seeking", "active_slots", "board", "pending", "runner", "services", "spec")
 
     def __init__(
         self,
@@ -55,38 +58,62 @@ class Evaluator:
         attempts: Iterable[PlannedAttempt],
         services: EpisodeServices,
         board: AttemptBoard,
+        runner: Runner = INLINE,
     ) -> None:
         self.spec = spec
         self.pending = deque(attempts)
         self.active_slots = 0
-        self._services = services
-        self._board = board
+        self.services = services
+        self.board = board
+        self.runner = runner
+        self._seeking: set[asyncio.Future[Seat]] = set()
 
     async def drain(self, token: PlacementToken | None, worker: Worker) -> None:
         """Plays pending attempts with one slot until none is left or the worker was given up."""
-        pending, board = self.pending, self._board
+        pending, board = self.pending, self.board
+        seat = self.runner.standing_seat
         try:
             while pending and not worker.is_abandoned:
                 if worker.turn_is_over():
                     await worker.give_way()
                     continue
+                if seat is None or not seat.is_usable:
+                    if seat is not None:
+                        seat.leave()
+                        seat = None
+                    seat = await self._seek_seat(token)
+                    continue
                 running = board.begin(pending.popleft(), self, token, worker)
+                if self._seeking and not pending:
+                    self._end_seeking()
                 if running is not None:
-                    board.end(running, await self._play(running))
+                    board.end(running, await seat.play(running))
                     if running.workdirs:
-                        await self._services.workdirs.remove(running.workdirs)
+                        await self.services.workdirs.remove(running.workdirs)
+        except SeatGoneError:
+            seat = None  # What is left is placed anew, where there are runners.
         finally:
+            if seat is not None:
+                seat.leave()
             board.slot_is_free(self, token, worker)
 
-    async def _play(self, running: RunningAttempt) -> AttemptReport:
-        planned, services, spec = running.planned, self._services, self.spec
-        samples: list[SampleDone] = []
-        for sample_no in range(planned.first_sample_no, planned.first_sample_no + planned.sample_count):
-            running.sample_no = sample_no
-            sample = Sample(task_id=planned.ref.task_id, sample_no=sample_no, task=planned.task)
-            episode = HandlerEpisode(services, spec, sample, running)
-            state, done = await play_sample(running, episode, spec, self._board, services.clock)
-            samples.append(done)
-            if state is not AttemptState.SUCCEEDED:
-                return AttemptReport(state, tuple(samples), running.stop_reason or done.error)
-        return AttemptReport(AttemptState.SUCCEEDED, tuple(samples))
+    async def _seek_seat(self, token: PlacementToken | None) -> Seat | None:
+        """None when nothing is left to be played by then. Raises SeatGoneError."""
+        seeking = asyncio.ensure_future(self.runner.take_seat(token))
+        self._seeking.add(seeking)
+        try:
+            await asyncio.wait([seeking])
+        except asyncio.CancelledError:
+            seeking.cancel()
+            await asyncio.wait([seeking])
+            if not seeking.cancelled() and seeking.exception() is None:
+                seeking.result().leave()
+            raise
+        finally:
+            self._seeking.discard(seeking)
+        return None if seeking.cancelled() else seeking.result()
+
+    def _end_seeking(self) -> None:
+        """Who still waits for a seat would find nothing to play there, and holds a token meanwhile."""
+        for seeking in self._seeking:
+            seeking.cancel()

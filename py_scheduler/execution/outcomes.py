@@ -26,6 +26,16 @@ from py_scheduler.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
+class ReportedError(Exception):
+    """What a handler raised where no exception can come from: a child's word for it. shown: its traceback there."""
+
+    def __init__(self, said: str, outcome: Outcome, shown: str = "") -> None:
+        super().__init__(shown or said)
+        self.said = said
+        self.outcome = outcome
+
+
 _TYPES: tuple[tuple[type[BaseException], Outcome], ...] = (
     (ContextOverflowError, Outcome.CONTEXT_OVERFLOW),
     (TurnLimitError, Outcome.MAX_TURNS),
@@ -76,6 +86,8 @@ _TEXTS: tuple[tuple[str, Outcome], ...] = (
 
 def classify_abort(error: BaseException) -> Outcome:
     """The outcome of a sample whose handler raised."""
+    if isinstance(error, ReportedError):
+        return error.outcome
     for link in _chain(error):
         outcome = _outcome_of_type(link)
         if outcome is not None:
@@ -101,6 +113,8 @@ def classify_termination(score: float, termination_reason: str, solve_threshold:
 
 def describe(error: BaseException) -> str:
     """One line about an exception, for reports, with the file and line that raised it."""
+    if isinstance(error, ReportedError):
+        return error.said
     text = _text_of(error)
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if len(said) > _MAX_CHARACTERS:

@@ -14,6 +14,7 @@ import msgspec
 
 from py_scheduler.domain.plain import details_json, plain_number, safe_text
 from py_scheduler.domain.results import (
+    NO_METRICS,
     NO_REWARD,
     AgentResult,
     AttemptState,
@@ -22,12 +23,13 @@ from py_scheduler.domain.results import (
     SampleDone,
     Timings,
 )
+from py_scheduler.errors import RunnerLostError
 from py_scheduler.execution.outcomes import classify_abort, classify_termination, describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.task import Task
     from py_scheduler.execution.attempt import RunningAttempt
@@ -61,13 +63,18 @@ class _Play:
 
 
 async def play_sample(
-    running: RunningAttempt, episode: HandlerEpisode, spec: EvaluatorSpec, board: AttemptBoard, clock: Clock
+    running: RunningAttempt,
+    episode: HandlerEpisode,
+    handler: BaseAgent,
+    spec: EvaluatorSpec,
+    board: AttemptBoard,
+    clock: Clock,
 ) -> tuple[AttemptState, SampleDone]:
     """Never raises for what the handler does; lets only the end of the worker itself pass."""
     play = _Play(clock.monotonic())
     error = ""
     try:
-        await _run_then_eval(play, running, episode, spec, board, clock)
+        await _run_then_eval(play, running, episode, handler, spec, board, clock)
         state = AttemptState.SUCCEEDED
     except asyncio.CancelledError as cancelled:
         if running.worker.is_closing:
@@ -76,6 +83,9 @@ async def play_sample(
         state = AttemptState.FAILED
     except GeneratorExit:
         raise
+    except RunnerLostError as lost:
+        # The machinery failed, whatever its last request had met.
+        error, state = str(lost), AttemptState.LOST
     except BaseException as raised:  # noqa: BLE001 -- no handler ends the service, by SystemExit or otherwise
         # What a client's library makes of a failed generation, or a child process that ended over it, tells less.
         play.outcome = classify_abort(episode.client_failure or raised)
@@ -85,7 +95,7 @@ async def play_sample(
     episode.close()
     while not episode.is_quiet:
         await _wait_quiet(episode, running.worker)
-    await _absorb_cancellation(running.worker)
+    await absorb_cancellation(running.worker)
     if running.stop_cause is not None:
         state, play.outcome, error = running.stop_cause.attempt_state, running.stop_cause.outcome, running.stop_reason
         play.reward = NO_REWARD
@@ -96,22 +106,23 @@ async def _run_then_eval(
     play: _Play,
     running: RunningAttempt,
     episode: HandlerEpisode,
+    handler: BaseAgent,
     spec: EvaluatorSpec,
     board: AttemptBoard,
     clock: Clock,
 ) -> None:
     board.phase_begins(running, "run", spec.run_timeout_seconds)
-    result = play.result = _checked(await spec.handler.run(episode), AgentResult, spec, "run")
+    result = play.result = checked_result(await handler.run(episode), handler)
     if running.stop_cause is not None:
         return
     play.eval_at = clock.monotonic()
     board.phase_begins(running, "eval", spec.eval_timeout_seconds)
-    reward = play.reward = _checked_reward(await spec.handler.eval(episode, result), spec, "eval")
+    reward = play.reward = checked_reward(await handler.eval(episode, result), handler, "eval")
     play.outcome = classify_termination(reward.score, result.termination_reason, spec.solve_threshold)
 
 
 async def play_group(
-    worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
+    worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec, handler: BaseAgent
 ) -> tuple[tuple[Reward, ...], str]:
     """The handler's rewards of a whole group, one to a sample, or else what went wrong.
 
@@ -120,7 +131,7 @@ async def play_group(
     rewards: tuple[Reward, ...] = ()
     error = ""
     try:
-        rewards = _checked_rewards(await spec.handler.eval_group(task, samples), len(samples), spec)
+        rewards = checked_rewards(await handler.eval_group(task, samples), len(samples), handler)
     except asyncio.CancelledError as cancelled:
         if worker.is_closing:
             raise
@@ -130,19 +141,20 @@ async def play_group(
     except BaseException as raised:  # noqa: BLE001 -- as above
         error = f"eval_group: {describe(raised)}"
         _log_failure(f"task {task_id}", "eval_group", spec, error, raised)
-    await _absorb_cancellation(worker)
+    await absorb_cancellation(worker)
     return rewards, error
 
 
-def _checked_rewards(rewards: object, count: int, spec: EvaluatorSpec) -> tuple[Reward, ...]:
-    handler = type(spec.handler).__name__
+def checked_rewards(rewards: object, count: int, handler: BaseAgent) -> tuple[Reward, ...]:
+    """What `eval_group` returned, if it is one reward to a sample. Raises TypeError, ValueError."""
+    name = type(handler).__name__
     if not isinstance(rewards, list | tuple):
-        raise TypeError(f"{handler}.eval_group returned {type(rewards).__name__}, not a list of Reward")
+        raise TypeError(f"{name}.eval_group returned {type(rewards).__name__}, not a list of Reward")
     if len(rewards) != count:
-        raise ValueError(f"{handler}.eval_group returned {len(rewards)} rewards for {count} samples")
-    checked = tuple([_checked_reward(reward, spec, "eval_group") for reward in rewards])
+        raise ValueError(f"{name}.eval_group returned {len(rewards)} rewards for {count} samples")
+    checked = tuple([checked_reward(reward, handler, "eval_group") for reward in rewards])
     if sum(len(msgspec.json.encode(reward.details)) for reward in checked if reward.details) > _MAX_GROUP_DETAILS_BYTES:
-        raise ValueError(f"{handler}.eval_group gave over {_MAX_GROUP_DETAILS_BYTES} bytes of details in all")
+        raise ValueError(f"{name}.eval_group gave over {_MAX_GROUP_DETAILS_BYTES} bytes of details in all")
     return checked
 
 
@@ -156,18 +168,26 @@ def _log_failure(who: str, phase: str, spec: EvaluatorSpec, error: str, raised: 
     logger.log(level, "%s (later ones like it are logged at debug level)", where, exc_info=raised)
 
 
-def _checked_reward(value: object, spec: EvaluatorSpec, method: str) -> Reward:
-    """With the score as a number and details that can be sent and stored, whatever they were made of."""
-    handler = type(spec.handler).__name__
+def checked_result(value: object, handler: BaseAgent) -> AgentResult:
+    """What `run` returned, if it is an AgentResult in every field. Raises TypeError."""
+    return _checked(value, AgentResult, handler, "run")
+
+
+def checked_reward(value: object, handler: BaseAgent, method: str) -> Reward:
+    """With the score as a number and details that can be sent and stored, whatever they were made of.
+
+    Raises TypeError, ValueError.
+    """
+    name = type(handler).__name__
     if isinstance(value, Reward):
         details: Any = value.details
         if isinstance(details, dict) and details:
             # A copy, so that neither a later change nor an odd object reaches what lies behind.
-            details = _plain_details(details, f"{handler}.{method}")
+            details = _plain_details(details, f"{name}.{method}")
         value = Reward(score=cast("float", plain_number(value.score)), details=details)
-    reward = _checked(value, Reward, spec, method)
+    reward = _checked(value, Reward, handler, method)
     if not math.isfinite(reward.score):
-        raise ValueError(f"{handler}.{method} gave the score {reward.score}")
+        raise ValueError(f"{name}.{method} gave the score {reward.score}")
     return reward
 
 
@@ -178,18 +198,18 @@ def _plain_details(details: dict[str, Any], method: str) -> dict[str, Any]:
     return msgspec.json.decode(encoded, type=dict[str, Any])
 
 
-def _checked(value: object, kind: type[_Returned], spec: EvaluatorSpec, method: str) -> _Returned:
+def _checked(value: object, kind: type[_Returned], handler: BaseAgent, method: str) -> _Returned:
     """What a handler returned, if it is what it should be in every field: constructors check no types."""
-    handler = type(spec.handler).__name__
+    name = type(handler).__name__
     if not isinstance(value, kind):
-        raise TypeError(f"{handler}.{method} returned {type(value).__name__}, not {kind.__name__}")
+        raise TypeError(f"{name}.{method} returned {type(value).__name__}, not {kind.__name__}")
     try:
         return msgspec.convert(msgspec.structs.asdict(value), kind)
     except msgspec.ValidationError as error:
-        raise TypeError(f"{handler}.{method} returned a {kind.__name__} that is not one: {error}") from error
+        raise TypeError(f"{name}.{method} returned a {kind.__name__} that is not one: {error}") from error
 
 
-async def _absorb_cancellation(worker: Worker) -> None:
+async def absorb_cancellation(worker: Worker) -> None:
     """A stop is meant for the attempt, not for its worker; nor may a handler end the worker by cancelling its task."""
     if not worker.task.cancelling() or worker.is_closing:
         return
@@ -241,4 +261,5 @@ def _sample_done(play: _Play, running: RunningAttempt, episode: HandlerEpisode, 
             generate_seconds=episode.generate_seconds,
             eval_seconds=now - run_end,
         ),
+        metrics=(play.result and play.result.metrics) or NO_METRICS,
     )

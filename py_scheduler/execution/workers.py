@@ -50,6 +50,8 @@ class Worker:
         self.running: RunningAttempt | None = None
         self.is_abandoned = False
         self.is_closing = False
+        self.kill: Callable[[], None] | None = None
+        """As `RunningAttempt.kill`, for work that is no attempt."""
         self.task = asyncio.get_running_loop().create_task(self._work())
 
     def turn_is_over(self) -> bool:
@@ -141,7 +143,8 @@ class WorkerPool:
         self._workers.discard(worker)
         self._abandoned.discard(worker)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if worker.is_closing:
+        # One that was at nothing is cancelled only with everything else, at the end of its loop.
+        if worker.is_closing or (task.cancelled() and worker.running is None):
             return
         if error is not None:
             logger.error("a worker crashed", exc_info=error)

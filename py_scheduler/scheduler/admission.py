@@ -335,6 +335,8 @@ def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
         assert isinstance(entry, ReadyBatch)
         demand = entry.spec.sample_resource
         wanted = min(tokens_in_budget(entry.spec.resource, demand), len(entry.attempts))
+    if not pool.nodes():
+        return "no node is left in the pool: it waits until one is back"
     explanation = pool.explain(demand, wanted)
     short = ", ".join(f"{what} on {nodes} {'node' if nodes == 1 else 'nodes'}" for what, nodes in explanation.shortages)
     return f"needs {wanted} tokens at once, {explanation.free_tokens} are free; short of {short or 'nothing any more'}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
+from py_scheduler.domain.collecting import UnfinishedTask
 from py_scheduler.domain.events import AttemptRef, StopCause
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import AttemptState, Reward, SampleDone
@@ -15,7 +16,8 @@ from py_scheduler.domain.task import SubmissionKey, Task
 class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
     """Takes tasks in. `fresh_submission_id` is used when the key has no submission yet.
 
-    group_scored: the task types whose handler scores groups.
+    group_scored: the task types whose handler scores groups. is_collected: whether their results are kept until they
+    are collected.
     """
 
     request_id: str
@@ -26,6 +28,7 @@ class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
     unix_seconds: float
     iteration: IterationContext | None = None
     group_scored: frozenset[str] = frozenset()
+    is_collected: bool = False
 
 
 class LeaseAttempts(msgspec.Struct, frozen=True, gc=False):
@@ -55,6 +58,8 @@ class EndAttempt(msgspec.Struct, frozen=True, gc=False):
     message: str
     unix_seconds: float
     is_stop_confirmed: bool = True
+    payload: bytes = b""
+    running_seconds: float = 0.0
 
 
 class ScoreGroup(msgspec.Struct, frozen=True, gc=False):
@@ -97,12 +102,47 @@ class ResumeTraining(msgspec.Struct, frozen=True, gc=False):
 
 
 class StopTasks(msgspec.Struct, frozen=True, gc=False):
-    """Stops the open tasks of a submission, or those that are named."""
+    """Stops the open tasks of a submission, or those that are named.
+
+    keeps_results, restarts_runners: see `AbortRequested`.
+    """
 
     submission_id: str
     task_ids: tuple[str, ...]
     cause: StopCause
     reason: str
+    unix_seconds: float
+    keeps_results: bool = False
+    restarts_runners: bool = False
+
+
+class CollectResults(msgspec.Struct, frozen=True, gc=False):
+    """Hands out what a submission keeps: its oldest results, at most `max_num` of them (None: all).
+
+    unfinished, warnings, is_timed_out: what the call is told beside them.
+    """
+
+    submission_id: str
+    request_id: str
+    max_num: int | None
+    unfinished: tuple[UnfinishedTask, ...]
+    warnings: tuple[str, ...]
+    unix_seconds: float
+    is_timed_out: bool = False
+
+
+class AcknowledgeResults(msgspec.Struct, frozen=True, gc=False):
+    """What was handed out under this request id has arrived."""
+
+    namespace: str
+    request_id: str
+    unix_seconds: float
+
+
+class DiscardResults(msgspec.Struct, frozen=True, gc=False):
+    """Forgets what a submission keeps."""
+
+    submission_id: str
     unix_seconds: float
 
 
@@ -113,7 +153,10 @@ Command = (
     | EndAttempt
     | ScoreGroup
     | InterruptAttempt
+    | StopTasks
+    | CollectResults
+    | AcknowledgeResults
+    | DiscardResults
     | ChangeWeights
     | ResumeTraining
-    | StopTasks
 )

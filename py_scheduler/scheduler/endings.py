@@ -18,9 +18,11 @@ from py_scheduler.scheduler.commands import EndAttempt, ScoreGroup, StopTasks
 from py_scheduler.scheduler.records import SubTaskRecord, TaskRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 WAITING = (AttemptState.QUEUED, AttemptState.LEASED)
+_RECOVERING = frozenset({Outcome.INFRA_CONN, Outcome.INFRA_SANDBOX})
+_TRIED_AGAIN = frozenset({AttemptState.FAILED, AttemptState.TIMED_OUT, AttemptState.LOST})
 
 _OUTCOME_OF_END = {
     AttemptState.FAILED: Outcome.INFRA_OTHER,
@@ -31,30 +33,50 @@ _OUTCOME_OF_END = {
 """For samples that an attempt left without a record of their own."""
 
 
+def needs_backoff(state: AttemptState, samples: Sequence[SampleDone]) -> bool:
+    """Whether what failed an attempt may need time to recover. Not `infra_other`: most of it is the handler's own."""
+    if state is AttemptState.LOST:
+        return True
+    return state is AttemptState.FAILED and bool(samples) and samples[-1].outcome in _RECOVERING
+
+
 def may_refill(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> bool:
     """Whether the infrastructure failed the attempt, and the task has refills left for that."""
-    if command.state is not AttemptState.FAILED or task.stop_cause is not None or not command.samples:
+    if command.state is not AttemptState.FAILED or not command.samples or not command.samples[-1].outcome.is_infra:
         return False
-    return subtask.refills < task.task.config.retry.max_infra_refills and command.samples[-1].outcome.is_infra
+    return subtask.refills < task.task.config.retry.max_infra_refills and _may_try_again(task, command)
 
 
-def may_retry(task: TaskRecord, subtask: SubTaskRecord, state: AttemptState) -> bool:
-    if task.stop_cause is not None:
+def may_retry(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> bool:
+    state, retry = command.state, task.task.config.retry
+    if state not in _TRIED_AGAIN or not _may_try_again(task, command):
         return False
-    retry = task.task.config.retry
+    if retry.max_retries is not None:
+        return subtask.failures + subtask.losses < retry.max_retries
     if state is AttemptState.LOST:
         return subtask.losses < retry.max_loss_retries
-    if state is AttemptState.FAILED or state is AttemptState.TIMED_OUT:
-        return subtask.failures < retry.max_failure_retries
-    return False
+    return subtask.failures < retry.max_failure_retries
 
 
-def complete_samples(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> tuple[SampleDone, ...]:
-    if len(command.samples) == subtask.sample_count:
-        return command.samples
-    have = {sample.sample_no: sample for sample in command.samples}
+def _may_try_again(task: TaskRecord, command: EndAttempt) -> bool:
+    """Not what was stopped, nor what is kept in part: its samples that succeeded would be played twice."""
+    if task.stop_cause is not None:
+        return False
+    return not (task.task.config.keeps_partial and any(sample.is_scored for sample in command.samples))
+
+
+def final_samples(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> tuple[SampleDone, ...]:
+    """A record for each sample of a SubTask that is not tried again.
+
+    Of one that did not succeed, none of several samples counts as if it had, unless the task keeps them in part.
+    """
+    samples = command.samples
+    is_whole = command.state is AttemptState.SUCCEEDED or task.task.config.keeps_partial
+    if len(samples) == subtask.sample_count and (is_whole or subtask.sample_count == 1):
+        return samples
+    have = {sample.sample_no: sample for sample in samples if is_whole or not sample.is_scored}
     numbers = range(subtask.first_sample_no, subtask.first_sample_no + subtask.sample_count)
-    return tuple(have.get(number) or _missing_sample(task, number, command) for number in numbers)
+    return tuple([have.get(number) or _missing_sample(task, number, command) for number in numbers])
 
 
 def _missing_sample(task: TaskRecord, sample_no: int, command: EndAttempt) -> SampleDone:
@@ -67,6 +89,13 @@ def _missing_sample(task: TaskRecord, sample_no: int, command: EndAttempt) -> Sa
     )
 
 
+def succeeded_among(task: TaskRecord, state: AttemptState, samples: Sequence[SampleDone]) -> int:
+    """How many of a SubTask's final samples count as succeeded."""
+    if state is AttemptState.SUCCEEDED:
+        return len(samples)
+    return sum([sample.is_scored for sample in samples]) if task.task.config.keeps_partial else 0
+
+
 def ended(
     task: TaskRecord,
     command: EndAttempt,
@@ -76,6 +105,7 @@ def ended(
     is_counted: bool = True,
     is_refill: bool = False,
 ) -> AttemptEnded:
+    is_published = not next_attempt_no and (command.state is AttemptState.SUCCEEDED or task.task.config.keeps_partial)
     return AttemptEnded(
         submission_id=task.submission.submission_id,
         task_id=task.task_id,
@@ -88,6 +118,8 @@ def ended(
         unix_seconds=command.unix_seconds,
         is_counted=is_counted,
         is_refill=is_refill,
+        payload=command.payload if is_published else b"",
+        running_seconds=command.running_seconds,
     )
 
 
@@ -99,7 +131,7 @@ def end_waiting(task: TaskRecord, command: StopTasks) -> Iterator[Event]:
     for subtask_no, subtask in waiting:
         ref = AttemptRef(task.task_id, subtask_no, subtask.attempt_no)
         end = EndAttempt(ref, state, (), command.reason, command.unix_seconds)
-        samples = complete_samples(task, subtask, end)
+        samples = final_samples(task, subtask, end)
         last_samples.extend(samples)
         yield ended(task, end, samples, 0)
     if task.open_subtasks == len(waiting):

@@ -16,6 +16,8 @@ import os
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
+import msgspec
+
 from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import AbortRequested, StopCause, TasksAccepted
@@ -24,6 +26,7 @@ from py_scheduler.domain.limits import MAX_WAITING_SHOWN
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
+    Delivery,
     EventFilter,
     EventFrame,
     ServerInfo,
@@ -37,16 +40,20 @@ from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from py_scheduler.execution.episode import EpisodeServices
 from py_scheduler.execution.generation_gateway import GenerationGateway
+from py_scheduler.execution.runner import start_runners
 from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.admission import Admission
+from py_scheduler.scheduler.collector import Collector
 from py_scheduler.scheduler.commands import AcceptTasks, ResumeTraining, StopTasks
 from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.scheduler.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.event_log import EventLog
 from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attempts
 from py_scheduler.scheduler.lease_desk import LeaseDesk, node_view
 from py_scheduler.scheduler.ledger import Ledger
 from py_scheduler.scheduler.recorded_weights import RecordedWeights
 from py_scheduler.scheduler.recorder import Recorder
+from py_scheduler.scheduler.records import submission_and_number
 from py_scheduler.scheduler.restore import fold, interrupt_running, open_batches, unscored_groups
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.staleness_gate import StalenessGate
@@ -57,17 +64,22 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from py_scheduler.domain.api_access import ApiFront
+    from py_scheduler.domain.collecting import CollectReply, CollectRequest
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
+    from py_scheduler.domain.runners import RunnerView
     from py_scheduler.domain.task import Batch, Task
     from py_scheduler.execution.attempt import PlannedAttempt
+    from py_scheduler.execution.runner import Runner
     from py_scheduler.placement import PlacementPool
+    from py_scheduler.scheduler.dynamic_timeout import TrainingHistory
     from py_scheduler.scheduler.records import SubmissionRecord, TaskRecord
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_SECONDS = 1.0
+_WORKFLOW_ID = "workflow_id"
 
 
 class TaskDeadline:
@@ -102,8 +114,10 @@ class Engine:
         default_sampling: SamplingParams = SamplingParams(),
         default_stopping: StoppingCriteria = StoppingCriteria(),
         api_front: ApiFront | None = None,
+        runners: Mapping[str, Runner] | None = None,
     ) -> None:
-        self._intake = Intake(specs, pool, batching_strategy)
+        """runners: by evaluator_id; evaluators without one run in this loop."""
+        self._intake = Intake(specs, pool if settings.has_fixed_nodes else None, batching_strategy)
         self._pool = pool
         self._clock = clock
         self._settings = settings
@@ -119,10 +133,18 @@ class Engine:
         services = EpisodeServices(
             clock, self.generation, default_sampling, default_stopping, self._workdirs, api_front
         )
+        self._runners = runners or {}
         self._supervisor = Supervisor(
-            self._recorder, services, settings, self._requeue, self._slot_returned, self._room_is_stranded
+            self._recorder,
+            services,
+            settings,
+            self._runners,
+            self._requeue,
+            self._slot_returned,
+            self._room_is_stranded,
         )
         self._admission = Admission(pool, self._recorder, clock, settings, self._supervisor.launch, self._gate)
+        self._collector = Collector(self._recorder, self._event_log, clock, settings, self._stop_and_wait)
         self.leases = LeaseDesk(pool, self._admission, clock, settings)
         self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
         self._exit = AsyncExitStack()
@@ -130,6 +152,7 @@ class Engine:
 
     async def __aenter__(self) -> Self:
         self._exit.push_async_callback(self._journal.close)
+        await start_runners(self._runners.values(), self._exit)
         await self._restore()
         tasks = await self._exit.enter_async_context(asyncio.TaskGroup())
         resident = tasks.create_task(self._admission.run(), name="admission")
@@ -166,6 +189,15 @@ class Engine:
     async def submit(self, request: SubmitRequest, batches: Sequence[Batch] | None = None) -> SubmitReply:
         """Takes tasks in, all or none; returns once they will survive a crash as far as the journal does.
 
+        See `accept`. Raises what that raises.
+        """
+        reply = self.accept(request, batches)
+        await self._event_log.wait_committed(reply.before_sequence + 1)
+        return reply
+
+    def accept(self, request: SubmitRequest, batches: Sequence[Batch] | None = None) -> SubmitReply:
+        """Takes tasks in, all or none, within this turn of the loop; the journal has them a little later.
+
         batches: how an in-process caller wants the tasks to be grouped; None: as the engine's own strategy says, which
         is also asked for what is still to be run after a restart.
         Raises InvalidArgumentError, UnplaceableError, AlreadyExistsError, ResourceExhaustedError,
@@ -177,6 +209,8 @@ class Engine:
         if self._ledger.request(key.namespace, request.request_id) is None:
             self._event_log.check_writable()
             self._check_room(request.tasks)
+            if request.delivery is Delivery.COLLECT:
+                self._check_kept()
         accept = AcceptTasks(
             request.request_id,
             digest,
@@ -186,6 +220,7 @@ class Engine:
             self._clock.unix_time(),
             request.iteration,
             plan.group_scored,
+            request.delivery is Delivery.COLLECT,
         )
         for event in self._recorder.record(accept, key.namespace):
             if type(event) is TasksAccepted:
@@ -195,7 +230,6 @@ class Engine:
                     self._admission.enqueue(spec, attempts)
         answered = self._ledger.request(key.namespace, request.request_id)
         assert answered is not None
-        await self._event_log.wait_committed(answered.before_sequence + 1)
         return SubmitReply(
             submission_id=answered.submission_id,
             task_ids=answered.task_ids,
@@ -218,6 +252,15 @@ class Engine:
                     " wait for some to finish",
                     _RETRY_AFTER_SECONDS,
                 )
+
+    def _check_kept(self) -> None:
+        kept, limit = self._ledger.results.kept_bytes, self._settings.max_kept_bytes
+        if kept >= limit:
+            raise ResourceExhaustedError(
+                f"results of {kept} bytes wait to be collected or acknowledged, max_kept_bytes is {limit}:"
+                " collect, acknowledge or discard some",
+                _RETRY_AFTER_SECONDS,
+            )
 
     def _arm_deadlines(self, records: Iterable[TaskRecord]) -> None:
         now, unix_now = self._clock.monotonic(), self._clock.unix_time()
@@ -246,6 +289,10 @@ class Engine:
         await self._event_log.wait_committed(self._ledger.last_sequence)
         return self._ledger.weights_of((STUDENT,)).epoch
 
+    def nodes_have_changed(self) -> None:
+        """To be told after nodes of the pool were added or resumed: what waits may fit now."""
+        self._admission.room_returned()
+
     # Stops
 
     async def abort(self, request: AbortRequest) -> AbortReply:
@@ -255,7 +302,12 @@ class Engine:
             if not submission.has_had(task_id):
                 raise NotFoundError(f"submission {submission.submission_id!r} has no task {task_id!r}")
         asked = self._stop_tasks(
-            submission, request.task_ids, StopCause.REQUEST, request.reason or "aborted on request"
+            submission,
+            request.task_ids,
+            StopCause.REQUEST,
+            request.reason or "aborted on request",
+            keeps_results=request.keep_partial,
+            restarts_runners=request.restart_runners,
         )
         await self._event_log.wait_committed(self._ledger.last_sequence)
         concerned = Concerned(submission.submission_id, frozenset(request.task_ids))
@@ -274,19 +326,99 @@ class Engine:
             self._stop_tasks(submission, (deadline.task_id,), StopCause.TASK_DEADLINE, reason)
 
     def _stop_tasks(
-        self, submission: SubmissionRecord, task_ids: tuple[str, ...], cause: StopCause, reason: str
+        self,
+        submission: SubmissionRecord,
+        task_ids: tuple[str, ...],
+        cause: StopCause,
+        reason: str,
+        *,
+        keeps_results: bool = False,
+        restarts_runners: bool = False,
     ) -> tuple[str, ...]:
         """What waits ends now, what runs is told to stop; the ids of the tasks that this changed."""
-        command = StopTasks(submission.submission_id, task_ids, cause, reason, self._clock.unix_time())
+        command = StopTasks(
+            submission.submission_id,
+            task_ids,
+            cause,
+            reason,
+            self._clock.unix_time(),
+            keeps_results,
+            restarts_runners,
+        )
         asked: tuple[str, ...] = ()
         for event in self._recorder.record(command, submission.key.namespace):
             if type(event) is AbortRequested:
                 asked = event.task_ids
         for task_id in asked:
-            self._supervisor.stop(task_id, cause, reason)
+            self._supervisor.stop(task_id, cause, reason, restarts_runners=restarts_runners)
         if asked:
             self._admission.attempts_were_ended()
         return asked
+
+    async def _stop_and_wait(
+        self,
+        submission: SubmissionRecord,
+        task_ids: tuple[str, ...],
+        reason: str,
+        *,
+        keeps_results: bool,
+        restarts_runners: bool,
+    ) -> None:
+        self._stop_tasks(
+            submission,
+            task_ids,
+            StopCause.REQUEST,
+            reason,
+            keeps_results=keeps_results,
+            restarts_runners=restarts_runners,
+        )
+        await self._supervisor.wait_stopped(Concerned(submission.submission_id, frozenset(task_ids)))
+
+    # Results out
+
+    async def collect(self, request: CollectRequest) -> CollectReply:
+        """Waits for results of tasks that were submitted with `Delivery.COLLECT`; see `CollectRequest`.
+
+        Raises InvalidArgumentError, AlreadyExistsError, ResourceExhaustedError.
+        """
+        return await self._collector.collect(request)
+
+    async def drain_submission(self, request: CollectRequest) -> CollectReply:
+        """Hands out what is finished now, without a wait; the rest goes on."""
+        return await self._collector.drain(request)
+
+    async def ack_results(self, namespace: str, request_id: str) -> None:
+        """What was handed out under this id is kept no longer. An id that is not known (any more) is no error."""
+        await self._collector.acknowledge(namespace, request_id)
+
+    async def discard_submission(self, selector: SubmissionSelector) -> None:
+        """Forgets the results that a submission keeps, and how many it had. Raises NotFoundError."""
+        await self._collector.discard(self._find(selector))
+
+    def forget_results(self, selector: SubmissionSelector) -> None:
+        """`discard_submission` within this turn of the loop; the journal hears of it a little later."""
+        self._collector.forget(self._find(selector))
+
+    def runner_views(self) -> list[RunnerView]:
+        """Each runner outside this loop, as it stands; what is at work bears its `workflow_id`: batch/task/run."""
+        return [self._with_workflow_id(view) for runner in self._runners.values() for view in runner.views()]
+
+    def _with_workflow_id(self, view: RunnerView) -> RunnerView:
+        submission = self._ledger.submission(view.submission_id)
+        if submission is None or _WORKFLOW_ID in view.keys:
+            return view
+        _, number = submission_and_number(view.task_id)
+        workflow_id = f"{submission.key.batch_id}/{number}/{view.sample_no}"
+        return msgspec.structs.replace(view, keys={_WORKFLOW_ID: workflow_id, **view.keys})
+
+    @property
+    def history(self) -> TrainingHistory:
+        """What training came to so far, for the dynamic timeout."""
+        return self._ledger.history
+
+    def dynamic_timeout(self, cap_seconds: float | None) -> float | None:
+        """How long an attempt may take now if its task asks for it. None: no limit."""
+        return dynamic_timeout(self._settings.dynamic_timeout, self._ledger.history, cap_seconds)
 
     async def drain(self, grace_seconds: float) -> None:
         """Starts nothing any more; what runs may finish within the grace.
@@ -312,6 +444,11 @@ class Engine:
     @property
     def specs(self) -> Mapping[str, EvaluatorSpec]:
         return self._intake.specs
+
+    @property
+    def ledger(self) -> Ledger:
+        """The facts, for whoever shows them in another shape; nobody but this engine changes them."""
+        return self._ledger
 
     @property
     def takes_tasks(self) -> bool:
@@ -363,6 +500,7 @@ class Engine:
         """How a submission stands, and why what waits is waiting. Raises NotFoundError."""
         record = self._find(selector)
         waiting = self._admission.waiting(record.submission_id, MAX_WAITING_SHOWN)
+        waiting += self._supervisor.backoffs.waits(record.submission_id)[: MAX_WAITING_SHOWN - len(waiting)]
         attempts, done = record.attempts_in, record.done_tasks
         return SubmissionView(
             submission_id=record.submission_id,
@@ -376,11 +514,17 @@ class Engine:
             failed_tasks=done[TaskState.FAILED],
             aborted_tasks=done[TaskState.ABORTED],
             waiting=tuple(waiting),
+            scheduled_tasks=record.kept.scheduled_tasks,
+            collectable_tasks=len(record.kept.collectable),
+            unacknowledged_tasks=sum(len(collected.results) for collected in record.kept.unacknowledged.values()),
+            kept_bytes=record.kept.size,
         )
 
     def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
         """How a task stands; if it waits, what is short where and who is ahead of it. Raises NotFoundError."""
-        return self._admission.explain_task(task_id, namespace)
+        explanation = self._admission.explain_task(task_id, namespace)
+        backoffs = self._supervisor.backoffs.task_waits(explanation.submission_id, task_id)
+        return msgspec.structs.replace(explanation, waits=explanation.waits + backoffs) if backoffs else explanation
 
     async def server_info(self, version: str) -> ServerInfo:
         """What this scheduler is made of. Engines that do not answer are shown without a model."""

@@ -17,6 +17,9 @@ from py_scheduler.domain.events import (
     AttemptEnded,
     AttemptStarted,
     EventRecord,
+    ResultsAcknowledged,
+    ResultsCollected,
+    ResultsDiscarded,
     TaskDone,
     TasksAccepted,
     TrainingResumed,
@@ -38,6 +41,9 @@ KIND_OF_EVENT: dict[type, EventKind] = {
     TaskDone: EventKind.TASK_DONE,
     WeightsChanged: EventKind.WEIGHTS_CHANGED,
     TrainingResumed: EventKind.TRAINING_RESUMED,
+    ResultsCollected: EventKind.RESULTS_COLLECTED,
+    ResultsAcknowledged: EventKind.RESULTS_ACKNOWLEDGED,
+    ResultsDiscarded: EventKind.RESULTS_DISCARDED,
 }
 
 _TAIL_EVENTS = 65_536

@@ -13,13 +13,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from py_scheduler.execution.outcomes import describe
-from py_scheduler.execution.play import play_group
+from py_scheduler.execution.runner import INLINE, Runner
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.commands import ScoreGroup
 from py_scheduler.scheduler.deadlines import Deadlines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.ports import Clock
@@ -56,7 +56,8 @@ class GroupScore:
         self.worker = worker
         self._scorer.begin(self)
         samples = sorted(self.record.group_samples or (), key=lambda sample: sample.sample_no)
-        rewards, error = await play_group(worker, self.record.task_id, self.record.task, samples, self.spec)
+        runner = self._scorer.runners.get(self.spec.evaluator_id, INLINE)
+        rewards, error = await runner.play_group(worker, self.record.task_id, self.record.task, samples, self.spec)
         self._scorer.end(self, rewards, error)
 
 
@@ -64,8 +65,14 @@ class GroupScorer:
     """All groups that await their score. `on_stopped` is told whenever one is over or given up."""
 
     def __init__(
-        self, recorder: Recorder, clock: Clock, settings: EngineSettings, on_stopped: Callable[[], None]
+        self,
+        recorder: Recorder,
+        clock: Clock,
+        settings: EngineSettings,
+        runners: Mapping[str, Runner],
+        on_stopped: Callable[[], None],
     ) -> None:
+        self.runners = runners
         self._recorder = recorder
         self._clock = clock
         self._stop_grace_seconds = settings.stop_grace_seconds
@@ -138,6 +145,10 @@ class GroupScorer:
             reason = f"eval_timeout_seconds ({score.spec.eval_timeout_seconds:g}) passed in eval_group"
             self._record(score, (), reason)
             self._cancel(score, worker)
+        elif worker.kill is not None:
+            kill, worker.kill = worker.kill, None
+            kill()
+            self._deadlines.add(self._clock.monotonic() + self._stop_grace_seconds, score)
         elif not score.is_stranded:
             score.is_stranded = True
             self._workers.abandon(worker)

@@ -87,8 +87,8 @@ class Intake:
         self._guard([(self._specs.get(batch.task_type, self._fallback), batch) for batch in batches])
 
     def _guard(self, batches: Sequence[tuple[EvaluatorSpec, Batch]]) -> None:
-        for spec, samples in _biggest_batches(batches):
-            _check_fits(self._pool, spec, samples)
+        for spec, subtasks in _biggest_batches(batches):
+            _check_fits(self._pool, spec, subtasks)
 
     def batch(self, tasks: Sequence[Task], batches: Sequence[Batch] | None = None) -> Plan:
         """Groups tasks by the strategy, unless they are grouped already, and finds each batch its spec."""
@@ -158,7 +158,9 @@ def waiting_attempts(
                 for subtask_no, subtask in enumerate(record.subtasks)
                 if subtask.state is AttemptState.QUEUED
             ]
-        if attempts:
+        if spec.admits_subtasks_alone:
+            yield from ((spec, [attempt]) for attempt in attempts)
+        elif attempts:
             yield spec, attempts
 
 
@@ -191,7 +193,7 @@ def check_request(request: SubmitRequest) -> None:
 def request_digest(request: SubmitRequest) -> bytes:
     """What the same request has in common with itself when it is sent again."""
     try:
-        said = (request.key.namespace, request.key.batch_id, request.tasks, request.iteration)
+        said = (request.key.namespace, request.key.batch_id, request.tasks, request.iteration, request.delivery)
         content = msgspec.msgpack.encode(said)
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
         reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
@@ -237,7 +239,7 @@ def _check_batches(batches: Sequence[Batch], tasks: Sequence[Task]) -> None:
 def _biggest_batches(batches: Sequence[tuple[EvaluatorSpec, Batch]]) -> Iterable[tuple[EvaluatorSpec, int]]:
     biggest: dict[str, tuple[EvaluatorSpec, int]] = {}
     for spec, batch in batches:
-        samples = sum(task.config.repeat_times for task in batch.tasks)
-        if samples > biggest.get(spec.evaluator_id, (spec, 0))[1]:
-            biggest[spec.evaluator_id] = (spec, samples)
+        subtasks = 1 if spec.admits_subtasks_alone else sum(task.config.subtask_count for task in batch.tasks)
+        if subtasks > biggest.get(spec.evaluator_id, (spec, 0))[1]:
+            biggest[spec.evaluator_id] = (spec, subtasks)
     return biggest.values()

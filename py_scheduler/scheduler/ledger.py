@@ -12,7 +12,9 @@ Invariants
   4. Journalled events are numbered without holes from 1.
   5. An engine's weight_epoch rises by one with each of its WeightsChanged.
   6. A task whose handler scores groups keeps its final samples until its TaskDone, which waits for that score if there
-     is a sample to score; no other task keeps any.
+     is a sample to score. So does one whose result will be collected. No other task keeps any.
+  7. What the samples of a SubTask come to is published once, when it ends for good; the samples and payloads of its
+     other attempts are nowhere.
 
       QUEUED -> LEASED -> RUNNING -> SUCCEEDED | FAILED | TIMED_OUT | ABORTED | LOST
                  FAILED, TIMED_OUT, LOST with budget left: the next attempt is QUEUED
@@ -23,6 +25,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import (
     AbortRequested,
@@ -32,19 +36,26 @@ from py_scheduler.domain.events import (
     AttemptsLeased,
     AttemptStarted,
     Event,
+    ResultsAcknowledged,
+    ResultsCollected,
+    ResultsDiscarded,
+    StopCause,
     TaskDone,
     TasksAccepted,
     TrainingResumed,
     WeightsChanged,
 )
-from py_scheduler.domain.results import AttemptState
+from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.domain.weight_history import WeightHistory
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from py_scheduler.scheduler.commands import (
     AcceptTasks,
+    AcknowledgeResults,
     ChangeWeights,
+    CollectResults,
     Command,
+    DiscardResults,
     EndAttempt,
     InterruptAttempt,
     LeaseAttempts,
@@ -53,18 +64,22 @@ from py_scheduler.scheduler.commands import (
     StartAttempt,
     StopTasks,
 )
+from py_scheduler.scheduler.dynamic_timeout import TrainingHistory
 from py_scheduler.scheduler.endings import (
     WAITING,
-    complete_samples,
     end_waiting,
     ended,
+    final_samples,
     group_done,
     may_refill,
     may_retry,
+    succeeded_among,
     task_done,
 )
+from py_scheduler.scheduler.kept_results import KeptResults, stage
 from py_scheduler.scheduler.records import (
     RequestRecord,
+    StagedResult,
     SubmissionRecord,
     SubTaskRecord,
     TaskRecord,
@@ -91,6 +106,8 @@ class Ledger:
         self._submissions: dict[str, SubmissionRecord] = {}
         self._by_key: dict[SubmissionKey, SubmissionRecord] = {}
         self._finished: OrderedDict[str, None] = OrderedDict()
+        self.results = KeptResults(self._submissions)
+        self.history = TrainingHistory()
         self._requests: dict[tuple[str, str], RequestRecord] = {}
         self._weights: dict[str, WeightHistory] = {}
         self._decide: dict[type, Callable[..., list[Event]]] = {
@@ -103,6 +120,9 @@ class Ledger:
             ChangeWeights: self._decide_weights,
             ResumeTraining: self._decide_resume,
             StopTasks: self._decide_stop,
+            CollectResults: self.results.decide_collect,
+            AcknowledgeResults: self.results.decide_acknowledge,
+            DiscardResults: self.results.decide_discard,
         }
         self._apply: dict[type, Callable[..., None]] = {
             TasksAccepted: self._apply_accepted,
@@ -113,6 +133,9 @@ class Ledger:
             TaskDone: self._apply_done,
             WeightsChanged: self._apply_weights,
             TrainingResumed: lambda _: None,  # for the gate alone
+            ResultsCollected: self._apply_collected,
+            ResultsAcknowledged: self._apply_acknowledged,
+            ResultsDiscarded: self._apply_discarded,
         }
 
     # Questions
@@ -175,6 +198,8 @@ class Ledger:
                 )
             return []
         submission = self._by_key.get(command.key)
+        if submission is not None and submission.is_drained:
+            submission = None
         self._check_client_keys(submission, command)
         submission_id = submission.submission_id if submission else command.fresh_submission_id
         first_no = submission.next_task_no if submission else 0
@@ -192,6 +217,7 @@ class Ledger:
                 unix_seconds=command.unix_seconds,
                 iteration=command.iteration,
                 group_scored=command.group_scored,
+                is_collected=command.is_collected,
             )
         ]
 
@@ -243,12 +269,14 @@ class Ledger:
         if command.is_stop_confirmed and state is not AttemptState.SUCCEEDED:
             if may_refill(task, subtask, command):
                 return [ended(task, command, (), ref.attempt_no + 1, is_refill=True)]
-            if may_retry(task, subtask, state):
+            if may_retry(task, subtask, command):
                 return [ended(task, command, (), ref.attempt_no + 1)]
-        samples = complete_samples(task, subtask, command)
+        if state is AttemptState.LOST and subtask.losses:
+            command = _quarantined(command, subtask.losses + 1)
+        samples = final_samples(task, subtask, command)
         events: list[Event] = [ended(task, command, samples, 0)]
         if task.open_subtasks == 1:
-            succeeded = len(samples) if state is AttemptState.SUCCEEDED else 0
+            succeeded = succeeded_among(task, state, samples)
             if task.group_samples is None or task.stop_cause is not None or not task.succeeded_samples + succeeded:
                 events.append(task_done(task, samples, succeeded, command.message, command.unix_seconds))
         return events
@@ -293,6 +321,8 @@ class Ledger:
                 cause=command.cause,
                 reason=command.reason,
                 unix_seconds=command.unix_seconds,
+                keeps_results=command.keeps_results,
+                restarts_runners=command.restarts_runners,
             )
         ]
         for task in tasks:
@@ -326,11 +356,14 @@ class Ledger:
             task.iteration = event.iteration
             if accepted.task.config.task_type in event.group_scored:
                 task.group_samples = []
+            if event.is_collected:
+                task.staged = StagedResult()
             submission.attempts_in[AttemptState.QUEUED] += len(task.subtasks)
             self.open_samples += accepted.task.config.repeat_times
             if accepted.task.client_key:
                 submission.client_keys.add(accepted.task.client_key)
         submission.next_task_no += len(event.tasks)
+        self.results.apply_accepted(submission, event)
         submission.request_ids.append(event.request_id)
         self._requests[event.namespace, event.request_id] = RequestRecord(
             event.request_digest,
@@ -352,6 +385,7 @@ class Ledger:
         task = self._tasks[event.task_id]
         subtask = task.subtasks[event.subtask_no]
         _move(task, subtask, event.state)
+        subtask.running_seconds += event.running_seconds
         if event.next_attempt_no:
             if event.is_counted and event.state is AttemptState.LOST:
                 subtask.losses += 1
@@ -368,16 +402,24 @@ class Ledger:
             outcomes[sample.outcome] = outcomes.get(sample.outcome, 0) + 1
         if task.group_samples is not None:
             task.group_samples.extend(event.samples)
+        if task.staged is not None:
+            stage(task.staged, subtask, event)
+        if event.state is not AttemptState.ABORTED and not task.task.config.is_eval:
+            self.history.finished_subtasks += 1
+            self.history.running_seconds += subtask.running_seconds
         if event.state is AttemptState.SUCCEEDED:
             task.succeeded_samples += len(event.samples)
-        elif not task.reason:
-            task.reason = event.message
+            return
+        task.succeeded_samples += succeeded_among(task, event.state, event.samples)
+        task.reason = task.reason or event.message
 
     def _apply_abort(self, event: AbortRequested) -> None:
         for task_id in event.task_ids:
             task = self._tasks[task_id]
             task.stop_cause = event.cause
             task.reason = event.reason
+            if task.staged is not None and event.cause is StopCause.REQUEST:
+                task.staged.keeps_result = event.keeps_results
 
     def _apply_weights(self, event: WeightsChanged) -> None:
         for role in event.roles:
@@ -390,10 +432,35 @@ class Ledger:
         del submission.open_tasks[event.task_id]
         submission.client_keys.discard(event.client_key)
         submission.done_tasks[event.state] += 1
+        if event.state is not TaskState.ABORTED and not task.task.config.is_eval:
+            self.history.finished_tasks += 1
+        if task.staged is not None:
+            self.results.apply_done(task, event)
         if not submission.open_tasks:
-            self._finished[submission.submission_id] = None
-            while len(self._finished) > self._retained_submissions:
-                self._forget(self._finished.popitem(last=False)[0])
+            self._settle(submission)
+
+    def _apply_collected(self, event: ResultsCollected) -> None:
+        self.results.apply_collected(event)
+        submission = self._submissions[event.submission_id]
+        kept = submission.kept
+        if submission.is_over and kept.returned_tasks == kept.scheduled_tasks and not kept.is_eval:
+            self.history.completed_steps += 1
+
+    def _apply_acknowledged(self, event: ResultsAcknowledged) -> None:
+        self.results.apply_acknowledged(event)
+        self._settle(self._submissions[event.submission_id])
+
+    def _apply_discarded(self, event: ResultsDiscarded) -> None:
+        self.results.apply_discarded(event)
+        self._settle(self._submissions[event.submission_id])
+
+    def _settle(self, submission: SubmissionRecord) -> None:
+        """A submission that nothing is left of is remembered for a while."""
+        if not submission.is_forgettable:
+            return
+        self._finished[submission.submission_id] = None
+        while len(self._finished) > self._retained_submissions:
+            self._forget(self._finished.popitem(last=False)[0])
 
     def _forget(self, submission_id: str) -> None:
         submission = self._submissions.pop(submission_id)
@@ -401,6 +468,12 @@ class Ledger:
             del self._by_key[submission.key]
         for request_id in submission.request_ids:
             del self._requests[submission.key.namespace, request_id]
+
+
+def _quarantined(command: EndAttempt, losses: int) -> EndAttempt:
+    """What keeps losing its workers is not given another one."""
+    message = f"quarantined, it lost its worker {losses} times: {command.message}"
+    return msgspec.structs.replace(command, message=message)
 
 
 def _move(task: TaskRecord, subtask: SubTaskRecord, state: AttemptState) -> None:

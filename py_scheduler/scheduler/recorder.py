@@ -9,12 +9,16 @@ from py_scheduler.domain.events import (
     AttemptsLeased,
     EventRecord,
     JournalledEvent,
+    ResultsCollected,
+    ResultsDiscarded,
     TaskDone,
     TasksAccepted,
     approximate_size,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from py_scheduler.domain.events import Event
     from py_scheduler.scheduler.commands import Command
     from py_scheduler.scheduler.event_log import EventLog
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.staleness_gate import StalenessGate
 
 logger = logging.getLogger(__name__)
+
+_TOLD = frozenset({TaskDone, TasksAccepted, ResultsCollected, ResultsDiscarded})
 
 
 class Recorder:
@@ -34,6 +40,8 @@ class Recorder:
         self.ledger = ledger
         self._event_log = event_log
         self._gate = gate
+        self.listeners: dict[str, list[Callable[[], None]]] = {}
+        """By submission: whoever is to be called when its tasks or results become more or fewer."""
 
     def record(self, command: Command, namespace: str) -> list[Event]:
         """The events the command made, already applied and on their way to the journal; none when it came too late."""
@@ -47,11 +55,18 @@ class Recorder:
                 journalled = cast("JournalledEvent", event)
                 record = EventRecord(ledger.last_sequence, namespace, journalled, approximate_size(event))
                 self._event_log.append(record)
-            if type(event) is TaskDone or type(event) is TasksAccepted:
-                self._tell(event)
+                if type(event) in _TOLD:
+                    self._tell(journalled)
         return events
 
-    def _tell(self, event: TaskDone | TasksAccepted) -> None:
+    def _tell(self, event: JournalledEvent) -> None:
+        if self.listeners:
+            for listener in self.listeners.get(event.submission_id, ()):
+                listener()
+        if type(event) is TaskDone or type(event) is TasksAccepted:
+            self._log(event)
+
+    def _log(self, event: TaskDone | TasksAccepted) -> None:
         """A submission's first tasks and its last TaskDone: two lines, however many tasks and calls lie between."""
         submission = self.ledger.submission(event.submission_id)
         if submission is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from py_scheduler.domain.collecting import TaskResult, UnfinishedTask
 from py_scheduler.domain.events import StopCause
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
@@ -34,12 +35,14 @@ class SubTaskRecord(msgspec.Struct, gc=False):
     failures: int = 0
     losses: int = 0
     refills: int = 0
+    running_seconds: float = 0.0
 
 
 class TaskRecord(msgspec.Struct, gc=False):
     """An open task. It is dropped from the ledger with its TaskDone.
 
     group_samples: its final samples, for the handler that scores them together; None when it scores none.
+    staged: what its result is to be made of; None when nobody will collect it.
     """
 
     task_id: str
@@ -54,6 +57,7 @@ class TaskRecord(msgspec.Struct, gc=False):
     reason: str = ""
     iteration: IterationContext | None = None
     group_samples: list[SampleDone] | None = None
+    staged: StagedResult | None = None
 
     @property
     def awaits_group_score(self) -> bool:
@@ -62,9 +66,55 @@ class TaskRecord(msgspec.Struct, gc=False):
 
 
 def new_task(task_id: str, task: Task, submission: SubmissionRecord, unix_seconds: float) -> TaskRecord:
-    """A fresh record, one SubTask to a sample."""
-    subtasks = [SubTaskRecord(sample_no, 1) for sample_no in range(task.config.repeat_times)]
+    """A fresh record, its samples split into SubTasks as its config says."""
+    samples = task.config.repeat_times
+    size = task.config.max_samples_per_subtask or samples
+    if size == 1:
+        subtasks = [SubTaskRecord(sample_no, 1) for sample_no in range(samples)]
+    else:
+        subtasks = [SubTaskRecord(first, min(size, samples - first)) for first in range(0, samples, size)]
     return TaskRecord(task_id, task, submission, subtasks, len(subtasks), unix_seconds)
+
+
+class StagedResult(msgspec.Struct, gc=False):
+    """What the ended SubTasks of an open task leave for its result, in the order in which they ended.
+
+    keeps_result: whether the task leaves a result although it is stopped on request.
+    """
+
+    samples: list[SampleDone] = []
+    payloads: list[bytes] = []
+    subtask_seconds: list[float] = []
+    keeps_result: bool = True
+
+
+class CollectedSet(msgspec.Struct, frozen=True, gc=False):
+    """What one call was handed out, until it is acknowledged."""
+
+    submission_id: str
+    results: tuple[TaskResult, ...]
+    unfinished: tuple[UnfinishedTask, ...]
+    warnings: tuple[str, ...]
+    is_timed_out: bool
+
+
+class KeptState(msgspec.Struct, gc=False):
+    """What a submission keeps for whoever collects it. Changed by `KeptResults` alone.
+
+    open_tasks: how many of its open tasks will be collected. scheduled_tasks: submitted since its results were last
+    discarded; returned_tasks: of these, how many were handed out.
+    collectable: results that are kept until they are handed out, in the order in which their tasks ended.
+    unacknowledged: what was handed out, by request id. size: bytes of both, about.
+    """
+
+    is_collected: bool = False
+    is_eval: bool = False
+    open_tasks: int = 0
+    scheduled_tasks: int = 0
+    returned_tasks: int = 0
+    collectable: dict[str, TaskResult] = {}
+    unacknowledged: dict[str, CollectedSet] = {}
+    size: int = 0
 
 
 class SubmissionRecord:
@@ -75,6 +125,7 @@ class SubmissionRecord:
         "batch_key",
         "client_keys",
         "done_tasks",
+        "kept",
         "key",
         "next_task_no",
         "open_tasks",
@@ -92,6 +143,22 @@ class SubmissionRecord:
         self.request_ids: list[str] = []
         self.attempts_in = dict.fromkeys(AttemptState, 0)
         self.done_tasks = dict.fromkeys(TaskState, 0)
+        self.kept = KeptState()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it waits, runs or is to be collected."""
+        return not self.open_tasks and not self.kept.collectable
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it was to be collected, and all of it was: its batch_id may be used again."""
+        return self.kept.is_collected and self.is_over
+
+    @property
+    def is_forgettable(self) -> bool:
+        """Whether nobody will ask for anything of it any more, but perhaps how it went."""
+        return self.is_over and not self.kept.unacknowledged
 
     def has_had(self, task_id: str) -> bool:
         """Whether the id is of one of its tasks, open or done."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from py_scheduler.scheduler.dynamic_timeout import DynamicTimeoutSettings
 from py_scheduler.scheduler.staleness import StalenessSettings
 
 
@@ -21,8 +22,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     "by_batch_id": no sharing, evals stand in the order of their batch ids like everything else.
     max_wait_seconds: what has waited this long goes first, whatever its batch id; None: nothing is promoted.
     stop_grace_seconds: how long a stopped handler may take before its worker is given up.
+    retry_backoff_seconds, max_retry_backoff_seconds: how long an attempt waits after one whose worker was lost, or
+    whose connection or sandbox failed: about the first, twice as long each further time, at most the second. 0: not.
+    dynamic_timeout: for tasks that ask for it; None: switched off.
+    wait_after_min_seconds: how long a collect waits for more than the least that it asked for, unless it says.
+    max_kept_bytes: results that wait to be collected or acknowledged; tasks to be collected are refused beyond.
     retained_events, retained_bytes: what the in-memory journal keeps for watchers that come back.
     retained_submissions: finished submissions whose request ids and counts are remembered.
+    has_fixed_nodes: whether the pool has all nodes that it will ever have, so that what they cannot hold is refused at
+    once; without it that waits, and says why.
     workdir_root: where the folders of episodes are made and removed; None: where the system keeps temporary files.
     max_pending_claims: outside claims that wait for room at most; more are refused for now.
     retained_claims: ended outside claims, and releases of theirs, whose request ids are remembered.
@@ -37,9 +45,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     eval_weight: float | Literal["by_batch_id"] = 1.0
     max_wait_seconds: float | None = None
     stop_grace_seconds: float = 5.0
+    retry_backoff_seconds: float = 0.1
+    max_retry_backoff_seconds: float = 10.0
+    dynamic_timeout: DynamicTimeoutSettings | None = None
+    wait_after_min_seconds: float = 30.0
+    max_kept_bytes: int = 8 << 30
     retained_events: int = 1_000_000
     retained_bytes: int = 1 << 30
     retained_submissions: int = 10_000
+    has_fixed_nodes: bool = True
     workdir_root: str | None = None
     max_pending_claims: int = 1_000
     retained_claims: int = 10_000

@@ -3,8 +3,8 @@
 
 Invariants
   1. `_running` holds exactly the attempts that the ledger calls RUNNING.
-  2. A stop ends in one of two ways: the handler comes back, or after `stop_grace_seconds` its worker is given up and
-     its room stranded.
+  2. A stop ends in one of three ways: the handler comes back; after `stop_grace_seconds` its runner is killed, if it is
+     one that can be; or its worker is given up and its room stranded.
   3. An evaluator without slots has no pending attempts: what is left when its last slot goes waits for room again.
 """
 
@@ -21,17 +21,22 @@ from py_scheduler.domain.results import AttemptState, Outcome
 from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt, unfinished_sample
 from py_scheduler.execution.evaluator import Evaluator
 from py_scheduler.execution.outcomes import describe
+from py_scheduler.execution.runner import INLINE
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.commands import EndAttempt, StartAttempt
 from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.scheduler.dynamic_timeout import dynamic_timeout
+from py_scheduler.scheduler.endings import needs_backoff
 from py_scheduler.scheduler.group_scorer import GroupScorer
+from py_scheduler.scheduler.retry_backoff import RetryBackoffs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.execution.episode import EpisodeServices
+    from py_scheduler.execution.runner import Runner
     from py_scheduler.execution.workers import Worker
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
@@ -66,6 +71,7 @@ class Supervisor:
         recorder: Recorder,
         services: EpisodeServices,
         settings: EngineSettings,
+        runners: Mapping[str, Runner],
         requeue: Requeue,
         slot_returned: Callable[[], None],
         room_is_stranded: Callable[[int], None],
@@ -74,7 +80,10 @@ class Supervisor:
         self._services = services
         self._clock = services.clock
         self._stop_grace_seconds = settings.stop_grace_seconds
+        self._runners = runners
         self._requeue = requeue
+        self._dynamic_timeout = settings.dynamic_timeout
+        self.backoffs = RetryBackoffs(recorder.ledger, services.clock, settings, requeue)
         self._slot_returned = slot_returned
         self._room_is_stranded = room_is_stranded
         self._running: dict[AttemptRef, RunningAttempt] = {}
@@ -82,7 +91,7 @@ class Supervisor:
         self._deadlines: Deadlines[RunningAttempt] = Deadlines(services.clock, self._on_deadline)
         self._workers = WorkerPool(settings.max_running_samples, self._on_crash)
         self._stopped = asyncio.Event()
-        self.groups = GroupScorer(recorder, services.clock, settings, self._tell_stopped)
+        self.groups = GroupScorer(recorder, services.clock, settings, runners, self._tell_stopped)
         self.is_draining = False
         """No attempt is started any more; what runs may finish."""
 
@@ -90,7 +99,8 @@ class Supervisor:
         self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], tokens: Sequence[PlacementToken | None]
     ) -> None:
         """Starts an evaluator on an admitted batch, one worker to a token."""
-        evaluator = Evaluator(spec, attempts, self._services, self)
+        runner = self._runners.get(spec.evaluator_id, INLINE)
+        evaluator = Evaluator(spec, attempts, self._services, self, runner)
         evaluator.active_slots = len(tokens)
         for token in tokens:
             self._workers.submit(evaluator, token)
@@ -107,7 +117,18 @@ class Supervisor:
         if not self._recorder.record(start, planned.namespace):
             return None
         worker.running = self._running[planned.ref] = running
+        config = planned.task.config
+        if config.attempt_timeout_seconds is not None or config.has_dynamic_timeout:
+            self._limit(running)
         return running
+
+    def _limit(self, running: RunningAttempt) -> None:
+        config = running.planned.task.config
+        seconds = config.attempt_timeout_seconds
+        if config.has_dynamic_timeout:
+            seconds = dynamic_timeout(self._dynamic_timeout, self._recorder.ledger.history, seconds)
+        if seconds is not None:
+            running.limit(seconds)
 
     def phase_begins(self, running: RunningAttempt, phase: str, timeout_seconds: float | None) -> None:
         running.begin_phase(phase, timeout_seconds)
@@ -132,12 +153,12 @@ class Supervisor:
 
     # Stops
 
-    def stop(self, task_id: str, cause: StopCause, reason: str) -> None:
+    def stop(self, task_id: str, cause: StopCause, reason: str, *, restarts_runners: bool = False) -> None:
         """Cancels what runs of a task."""
         for ref in self._recorder.ledger.running_attempts(task_id):
             running = self._running.get(ref)
             if running is not None:
-                self._stop(running, cause, reason)
+                self._stop(running, cause, reason, restarts_runner=restarts_runners)
         self.groups.stop(task_id)
 
     def unconfirmed(self, concerned: Concerned) -> tuple[str, ...]:
@@ -161,10 +182,11 @@ class Supervisor:
     async def close(self) -> int:
         """Ends the workers; how many did not end within the grace."""
         self._deadlines.clear()
+        self.backoffs.clear()
         return sum(await asyncio.gather(self._workers.close(self._stop_grace_seconds), self.groups.close()))
 
-    def _stop(self, running: RunningAttempt, cause: StopCause, reason: str) -> None:
-        if running.stop(cause, reason):
+    def _stop(self, running: RunningAttempt, cause: StopCause, reason: str, *, restarts_runner: bool = False) -> None:
+        if running.stop(cause, reason, restarts_runner=restarts_runner):
             running.stop_deadline = self._clock.monotonic() + self._stop_grace_seconds
             self._deadlines.add(running.stop_deadline, running)
 
@@ -174,12 +196,26 @@ class Supervisor:
 
     def _on_deadline(self, running: RunningAttempt, when: float) -> None:
         if running.stop_cause is not None:
-            if when == running.stop_deadline:
+            if when == running.stop_deadline and not self._kill(running):
                 self._strand(running)
-        elif when == running.phase_deadline and not running.clock_stands_still:
+        elif running.clock_stands_still:
+            pass  # It is armed again when the clock goes on.
+        elif when == running.attempt_deadline:
+            self._stop(running, StopCause.ATTEMPT_TIMEOUT, f"the attempt took over {when - running.began_at:g} s")
+        elif when == running.phase_deadline:
             spec, phase = running.evaluator.spec, running.phase
             seconds = spec.run_timeout_seconds if phase == "run" else spec.eval_timeout_seconds
             self._stop(running, StopCause.PHASE_TIMEOUT, f"{phase}_timeout_seconds ({seconds:g}) passed")
+
+    def _kill(self, running: RunningAttempt) -> bool:
+        """Ends the runner that ignores a stop; False when there is none to be killed (any more)."""
+        kill, running.kill = running.kill, None
+        if kill is None or running.is_over:
+            return False
+        kill()
+        running.stop_deadline = self._clock.monotonic() + self._stop_grace_seconds
+        self._deadlines.add(running.stop_deadline, running)
+        return True
 
     def _strand(self, running: RunningAttempt) -> None:
         """The handler ignores its stop: end the attempt without it, and let another worker take the place of its
@@ -217,13 +253,29 @@ class Supervisor:
     def _report(self, running: RunningAttempt, report: AttemptReport, *, confirmed: bool = True) -> None:
         planned = running.planned
         unix_seconds = self._clock.unix_time()
-        end = EndAttempt(planned.ref, report.state, report.samples, report.message, unix_seconds, confirmed)
+        running_seconds = self._clock.monotonic() - running.began_at
+        end = EndAttempt(
+            planned.ref,
+            report.state,
+            report.samples,
+            report.message,
+            unix_seconds,
+            confirmed,
+            report.payload,
+            running_seconds,
+        )
         events = self._recorder.record(end, planned.namespace)
         if not events or type(last := events[-1]) is not AttemptEnded:
             return
-        if last.next_attempt_no:
-            self._requeue(running.evaluator.spec, [planned.next_attempt(self._clock.monotonic())])
-            return
         record = self._recorder.ledger.task(last.task_id)
+        if last.next_attempt_no:
+            assert record is not None
+            subtask, spec = record.subtasks[last.subtask_no], running.evaluator.spec
+            attempt = planned.next_attempt(self._clock.monotonic())
+            if needs_backoff(report.state, report.samples):
+                self.backoffs.add(spec, attempt, subtask.losses + subtask.refills + subtask.failures)
+            else:
+                self._requeue(spec, [attempt])
+            return
         if record is not None and record.awaits_group_score:
             self.groups.score(record, running.evaluator.spec)

@@ -18,10 +18,9 @@ _NO_MODEL_INFO = "the engine does not answer: the server's log says why"
 
 
 def evaluator_view(spec: EvaluatorSpec) -> EvaluatorSpecView:
-    handler = type(spec.handler)
     return EvaluatorSpecView(
         evaluator_id=spec.evaluator_id,
-        handler=f"{handler.__module__}:{handler.__qualname__}",
+        handler=spec.handler.handler_name,
         resource=spec.resource,
         sample_resource=spec.sample_resource,
         batch_size=spec.batch_size,

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, rollout_service_pb2, scheduler_service_pb2, task_pb2
+from py_scheduler._generated.rollout_scheduler.v1 import (
+    event_pb2,
+    rollout_service_pb2,
+    runner_pb2,
+    scheduler_service_pb2,
+    task_pb2,
+)
 from py_scheduler.domain.events import StopCause
 from py_scheduler.domain.generation import FinishReason, LogProbKind
-from py_scheduler.domain.requests import EventKind
+from py_scheduler.domain.requests import Delivery, EventKind
 from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, TaskState
+from py_scheduler.domain.runners import RunnerState
 from py_scheduler.domain.training_samples import SampleStatus
 from py_scheduler.errors import InvalidArgumentError
 
@@ -52,3 +59,5 @@ TASK_STATES = EnumTable(TaskState, event_pb2.TaskState, "TASK_STATE")
 STOP_CAUSES = EnumTable(StopCause, event_pb2.StopCause, "STOP_CAUSE")
 SAMPLE_STATUSES = EnumTable(SampleStatus, rollout_service_pb2.SampleStatus, "SAMPLE_STATUS")
 EVENT_KINDS = EnumTable(EventKind, scheduler_service_pb2.EventKind, "EVENT_KIND")
+DELIVERIES = EnumTable(Delivery, scheduler_service_pb2.Delivery, "DELIVERY")
+RUNNER_STATES = EnumTable(RunnerState, runner_pb2.RunnerState, "RUNNER_STATE")

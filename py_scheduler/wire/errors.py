@@ -31,6 +31,9 @@ from py_scheduler.errors import (
     ModelFetchError,
     NotFoundError,
     ResourceExhaustedError,
+    RunnerError,
+    RunnerLostError,
+    RunnerStartError,
     SandboxError,
     SchedulerError,
     ServerError,
@@ -68,6 +71,9 @@ _REASONS: dict[type[SchedulerError], tuple[str, int]] = {
     TurnLimitError: ("TURN_LIMIT", code_pb2.FAILED_PRECONDITION),
     GenerationAbortedError: ("GENERATION_ABORTED", code_pb2.ABORTED),
     SandboxError: ("SANDBOX_FAILED", code_pb2.UNAVAILABLE),
+    RunnerError: ("RUNNER_FAILED", code_pb2.UNAVAILABLE),
+    RunnerStartError: ("RUNNER_START_FAILED", code_pb2.UNAVAILABLE),
+    RunnerLostError: ("RUNNER_LOST", code_pb2.UNAVAILABLE),
     ModelFetchError: ("MODEL_FETCH", code_pb2.UNAVAILABLE),
 }
 _CLASSES = {reason: error_class for error_class, (reason, _code) in _REASONS.items()}

@@ -15,6 +15,9 @@ from py_scheduler.domain.events import (
     AbortRequested,
     AttemptEnded,
     AttemptStarted,
+    ResultsAcknowledged,
+    ResultsCollected,
+    ResultsDiscarded,
     TaskDone,
     TasksAccepted,
     TrainingResumed,
@@ -111,6 +114,10 @@ def _fill_attempt_ended(event: AttemptEnded, message: event_pb2.Event) -> None:
         ended.message = safe_text(event.message)
     if event.next_attempt_no:
         ended.next_attempt_no = event.next_attempt_no
+    if event.payload:
+        ended.payload = event.payload
+    if event.running_seconds:
+        ended.running_seconds = event.running_seconds
 
 
 def _fill_abort_requested(event: AbortRequested, message: event_pb2.Event) -> None:
@@ -118,6 +125,8 @@ def _fill_abort_requested(event: AbortRequested, message: event_pb2.Event) -> No
     abort.task_ids.extend(event.task_ids)
     abort.reason = safe_text(event.reason)
     abort.cause = STOP_CAUSES.number_of[event.cause]
+    abort.keeps_results = event.keeps_results
+    abort.restarts_runners = event.restarts_runners
 
 
 def _fill_task_done(event: TaskDone, message: event_pb2.Event) -> None:
@@ -152,6 +161,19 @@ def _fill_training_resumed(event: TrainingResumed, message: event_pb2.Event) -> 
     message.training_resumed.weight_epoch = event.epoch
 
 
+def _fill_collected(event: ResultsCollected, message: event_pb2.Event) -> None:
+    message.results_collected.request_id = event.request_id
+    message.results_collected.task_ids.extend(event.task_ids)
+
+
+def _fill_acknowledged(event: ResultsAcknowledged, message: event_pb2.Event) -> None:
+    message.results_acknowledged.request_id = event.request_id
+
+
+def _fill_discarded(_event: ResultsDiscarded, message: event_pb2.Event) -> None:
+    message.results_discarded.SetInParent()
+
+
 _FILLERS: dict[type, Callable[[Any, event_pb2.Event], None]] = {
     TasksAccepted: _fill_tasks_accepted,
     AttemptStarted: _fill_attempt_started,
@@ -160,6 +182,9 @@ _FILLERS: dict[type, Callable[[Any, event_pb2.Event], None]] = {
     TaskDone: _fill_task_done,
     WeightsChanged: _fill_weights_changed,
     TrainingResumed: _fill_training_resumed,
+    ResultsCollected: _fill_collected,
+    ResultsAcknowledged: _fill_acknowledged,
+    ResultsDiscarded: _fill_discarded,
 }
 
 
@@ -223,6 +248,8 @@ def _decode_attempt_ended(message: event_pb2.Event) -> AttemptEnded:
         message=ended.message,
         next_attempt_no=ended.next_attempt_no,
         unix_seconds=message.unix_seconds,
+        payload=ended.payload,
+        running_seconds=ended.running_seconds,
     )
 
 
@@ -234,6 +261,8 @@ def _decode_abort_requested(message: event_pb2.Event) -> AbortRequested:
         cause=STOP_CAUSES.member(abort.cause, "abort_requested.cause"),
         reason=abort.reason,
         unix_seconds=message.unix_seconds,
+        keeps_results=abort.keeps_results,
+        restarts_runners=abort.restarts_runners,
     )
 
 
@@ -267,6 +296,28 @@ def _decode_training_resumed(message: event_pb2.Event) -> TrainingResumed:
     return TrainingResumed(epoch=message.training_resumed.weight_epoch, unix_seconds=message.unix_seconds)
 
 
+def _decode_collected(message: event_pb2.Event) -> ResultsCollected:
+    collected = message.results_collected
+    return ResultsCollected(
+        submission_id=message.submission_id,
+        request_id=collected.request_id,
+        task_ids=tuple(collected.task_ids),
+        unix_seconds=message.unix_seconds,
+    )
+
+
+def _decode_acknowledged(message: event_pb2.Event) -> ResultsAcknowledged:
+    return ResultsAcknowledged(
+        submission_id=message.submission_id,
+        request_id=message.results_acknowledged.request_id,
+        unix_seconds=message.unix_seconds,
+    )
+
+
+def _decode_discarded(message: event_pb2.Event) -> ResultsDiscarded:
+    return ResultsDiscarded(submission_id=message.submission_id, unix_seconds=message.unix_seconds)
+
+
 _DECODERS: dict[str, Callable[[event_pb2.Event], WatchedEvent]] = {
     "tasks_accepted": _decode_tasks_accepted,
     "attempt_started": _decode_attempt_started,
@@ -275,4 +326,7 @@ _DECODERS: dict[str, Callable[[event_pb2.Event], WatchedEvent]] = {
     "task_done": _decode_task_done,
     "weights_changed": _decode_weights_changed,
     "training_resumed": _decode_training_resumed,
+    "results_collected": _decode_collected,
+    "results_acknowledged": _decode_acknowledged,
+    "results_discarded": _decode_discarded,
 }

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from itertools import islice
 
-from py_scheduler._generated.rollout_scheduler.v1 import resource_pb2
+from py_scheduler._generated.rollout_scheduler.v1 import collecting_pb2, resource_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler.domain.limits import MAX_TASKS_PER_ABORT, MAX_WAITING_SHOWN, name_fault
 from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
+    Delivery,
     EvaluatorSpecView,
     EventFilter,
     EventKind,
@@ -31,7 +32,7 @@ from py_scheduler.domain.resources import MAX_NAMES, Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.cursor import CursorCodec
-from py_scheduler.wire.enums import EVENT_KINDS
+from py_scheduler.wire.enums import DELIVERIES, EVENT_KINDS
 from py_scheduler.wire.faults import Faults
 from py_scheduler.wire.tasks import decode_batch_id, decode_iteration, decode_tasks, encode_batch_id
 
@@ -45,7 +46,9 @@ def decode_submit_request(message: service.SubmitTasksRequest, max_tasks: int) -
     faults = Faults()
     if fault := name_fault(message.request_id):
         faults.add("request_id", fault)
-    key = SubmissionKey(decode_batch_id(message.batch_id, "batch_id", faults), _namespace(message.namespace, faults))
+    key = SubmissionKey(
+        decode_batch_id(message.batch_id, "batch_id", faults), decode_namespace(message.namespace, faults)
+    )
     count = len(message.tasks)
     if not 1 <= count <= max_tasks:
         faults.add("tasks", f"holds {count}, must hold at least 1 and at most {max_tasks}: split the submission")
@@ -55,11 +58,22 @@ def decode_submit_request(message: service.SubmitTasksRequest, max_tasks: int) -
     if message.HasField("iteration"):
         iteration = decode_iteration(message.iteration, "iteration", faults)
     tasks = decode_tasks(message.tasks, default_config, faults)
+    delivery = None
+    try:
+        delivery = DELIVERIES.member_or_none(message.delivery, "delivery")
+    except InvalidArgumentError as error:
+        faults.add_all("", error.violations)
     faults.check()
-    return SubmitRequest(request_id=message.request_id, key=key, tasks=tasks, iteration=iteration)
+    return SubmitRequest(
+        request_id=message.request_id,
+        key=key,
+        tasks=tasks,
+        iteration=iteration,
+        delivery=delivery or Delivery.WATCH,
+    )
 
 
-def _namespace(namespace: str, faults: Faults, path: str = "namespace") -> str:
+def decode_namespace(namespace: str, faults: Faults, path: str = "namespace") -> str:
     if fault := name_fault(namespace, required=False):
         faults.add(path, fault)
     return namespace or DEFAULT_NAMESPACE
@@ -80,7 +94,7 @@ def encode_submit_reply(reply: SubmitReply, namespace: str, store_epoch: bytes) 
 
 def decode_filter(message: service.EventFilter) -> EventFilter:
     faults = Faults()
-    namespace = _namespace(message.namespace, faults, "filter.namespace")
+    namespace = decode_namespace(message.namespace, faults, "filter.namespace")
     if fault := name_fault(message.submission_id, required=False):
         faults.add("filter.submission_id", fault)
     kinds = set()
@@ -107,9 +121,10 @@ def encode_filter(event_filter: EventFilter) -> service.EventFilter:
 
 
 def decode_selector(
-    message: service.GetSubmissionRequest | service.AbortSubmissionRequest, faults: Faults
+    message: service.GetSubmissionRequest | service.AbortSubmissionRequest | collecting_pb2.DiscardSubmissionRequest,
+    faults: Faults,
 ) -> SubmissionSelector:
-    namespace = _namespace(message.namespace, faults)
+    namespace = decode_namespace(message.namespace, faults)
     submission_id, batch_id = message.submission_id, None
     if bool(submission_id) == message.HasField("batch_id"):
         faults.add("submission_id", "name the submission by exactly one of submission_id and batch_id")
@@ -146,6 +161,10 @@ _COUNTS = (
     "partial_tasks",
     "failed_tasks",
     "aborted_tasks",
+    "scheduled_tasks",
+    "collectable_tasks",
+    "unacknowledged_tasks",
+    "kept_bytes",
 )
 
 
@@ -208,6 +227,8 @@ def decode_abort_request(message: service.AbortSubmissionRequest, timeout_second
         reason=message.reason,
         wait=message.wait,
         timeout_seconds=timeout_seconds,
+        keep_partial=message.keep_partial,
+        restart_runners=message.restart_runners,
     )
 
 
@@ -221,6 +242,8 @@ def encode_abort_request(request: AbortRequest) -> service.AbortSubmissionReques
         task_ids=request.task_ids,
         reason=request.reason,
         wait=request.wait,
+        keep_partial=request.keep_partial,
+        restart_runners=request.restart_runners,
     )
 
 
@@ -242,7 +265,7 @@ def decode_abort_reply(message: service.AbortSubmissionResponse) -> AbortReply:
 def decode_resume_training_request(message: service.ResumeTrainingRequest) -> str:
     """The namespace."""
     faults = Faults()
-    namespace = _namespace(message.namespace, faults)
+    namespace = decode_namespace(message.namespace, faults)
     faults.check()
     return namespace
 

@@ -11,7 +11,7 @@ import msgspec
 
 from py_scheduler.domain.generation import WeightSpan
 from py_scheduler.domain.plain import details_json, safe_text, words_of
-from py_scheduler.domain.results import NO_REWARD, EpisodePhase, Reward, SampleDone, Timings
+from py_scheduler.domain.results import NO_METRICS, NO_REWARD, EpisodePhase, Reward, SampleDone, Timings
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, Turn
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.enums import EPISODE_PHASES, FINISH_REASONS, LOG_PROB_KINDS, OUTCOMES
@@ -71,6 +71,8 @@ def _fill_sample(sample: SampleDone, message: task_pb2.SampleDone) -> None:
         message.error = safe_text(sample.error)
     if sample.phase:
         message.phase = EPISODE_PHASES.number_of[EpisodePhase(sample.phase)]
+    if sample.metrics:
+        message.metrics.update(sample.metrics)
     _fill_place(sample, message)
 
 
@@ -133,6 +135,7 @@ def decode_sample(message: task_pb2.SampleDone) -> SampleDone:
         started_unix_seconds=message.started_unix_seconds,
         weight_epoch=message.weight_epoch if message.HasField("weight_epoch") else None,
         staleness=message.staleness,
+        metrics=dict(message.metrics) or NO_METRICS,
     )
 
 

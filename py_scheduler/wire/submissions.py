@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
+from py_scheduler.domain.requests import Delivery
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
+from py_scheduler.wire.enums import DELIVERIES
 from py_scheduler.wire.tasks import encode_batch_id, encode_config, encode_iteration, encode_task
 
 if TYPE_CHECKING:
@@ -49,8 +51,9 @@ def encode_submission_chunks(
     max_tasks: int,
     max_bytes: int,
     iteration: IterationContext | None = None,
+    delivery: Delivery = Delivery.WATCH,
 ) -> Iterator[SubmitChunk]:
-    """A request is closed by `max_tasks`, or by the task that brings it to `max_bytes`; each bears the iteration.
+    """A request is closed by `max_tasks`, or by the task that brings it to `max_bytes`; each bears what is said of all.
 
     Raises InvalidArgumentError for tasks that the server would refuse anyway, and for an empty list.
     """
@@ -59,6 +62,7 @@ def encode_submission_chunks(
         batch_id=encode_batch_id(key.batch_id),
         namespace=key.namespace,
         iteration=None if iteration is None else encode_iteration(iteration),
+        delivery=DELIVERIES.number_of[delivery],
     )
     first_task = chunk_no = size = samples = 0
     request: service.SubmitTasksRequest | None = None

@@ -122,6 +122,14 @@ def decode_config(message: task_pb2.TaskConfig) -> TaskConfig:
         task_deadline_seconds=message.task_deadline_seconds if message.HasField("task_deadline_seconds") else None,
         retry=RetryPolicy(**_present(message.retry, _RETRY_SCALARS)) if message.HasField("retry") else _DEFAULT_RETRY,
         is_eval=message.is_eval,
+        max_samples_per_subtask=(
+            message.max_samples_per_subtask or None if message.HasField("max_samples_per_subtask") else 1
+        ),
+        keeps_partial=message.keeps_partial,
+        attempt_timeout_seconds=(
+            message.attempt_timeout_seconds if message.HasField("attempt_timeout_seconds") else None
+        ),
+        has_dynamic_timeout=message.has_dynamic_timeout,
     )
 
 
@@ -184,7 +192,12 @@ def encode_config(config: TaskConfig) -> task_pb2.TaskConfig:
         dataset=config.dataset,
         task_deadline_seconds=config.task_deadline_seconds,
         is_eval=config.is_eval,
+        keeps_partial=config.keeps_partial,
+        attempt_timeout_seconds=config.attempt_timeout_seconds,
+        has_dynamic_timeout=config.has_dynamic_timeout,
     )
+    if config.max_samples_per_subtask != 1:
+        message.max_samples_per_subtask = config.max_samples_per_subtask or 0
     if config.sampling != _NO_SAMPLING:
         message.sampling.CopyFrom(encode_sampling(config.sampling))
     if config.stopping != _NO_STOPPING:

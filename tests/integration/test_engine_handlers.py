@@ -208,7 +208,7 @@ async def test_a_crashed_worker_loses_its_attempt_which_is_tried_again_and_then_
             raise RuntimeError("a fault of the scheduler itself")
         return await play_sample(running, episode, *others)
 
-    monkeypatch.setattr("py_scheduler.execution.evaluator.play_sample", crashes_on_poison)
+    monkeypatch.setattr("py_scheduler.execution.runner.play_sample", crashes_on_poison)
     pool = two_nodes()
     async with running_engine(gpu_spec(SolvingAgent(), 1.0, budget_gpus=2), pool=pool) as harness:
         reply = await harness.submit([task_of("poison"), *(task_of("fine") for _ in range(20))])

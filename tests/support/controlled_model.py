@@ -69,8 +69,16 @@ class ControlledModel:
         self.fail_with: GenerationError | None = None
         self.default_max_new_tokens = default_max_new_tokens
         self.context_length = context_length
+        self._begun = asyncio.Event()
 
     # What a test makes happen
+
+    async def asked(self, count: int = 1) -> None:
+        """Waits for so many requests in all, wherever they come from."""
+        async with asyncio.timeout(10):
+            while len(self.requests) < count:
+                self._begun.clear()
+                await self._begun.wait()
 
     async def step(self, tokens: int = 1) -> None:
         """Everything that runs gets that many tokens, and ends when it has its budget."""
@@ -119,6 +127,7 @@ class ControlledModel:
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
         flight = self.flights[request.rid] = _Flight(request)
+        self._begun.set()
         try:
             return flight.generation(await flight.over)
         finally:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.collecting import CollectReply
 from py_scheduler.domain.events import (
     AcceptedTask,
     AttemptEnded,
@@ -34,13 +35,15 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from py_scheduler.api.engine_port import GenerationPort, PlacementPort
+    from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.explanations import TaskExplanation
+    from py_scheduler.domain.runners import RunnerView
 
 
 class FakeEngine:
     """Implements `api.engine_port.EnginePort`. `fail_with` is raised by the next calls until it is None again.
 
-    finish_at_once: a submitted task is done before its submit returns.
+    finish_at_once: a submitted task is done before its submit returns. may_answer: what collects wait for.
     """
 
     leases: PlacementPort
@@ -53,6 +56,13 @@ class FakeEngine:
         self.records: list[EventRecord] = []
         self.submits: list[SubmitRequest] = []
         self.aborts: list[AbortRequest] = []
+        self.collects: list[CollectRequest] = []
+        self.collected = CollectReply()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.acknowledged: list[tuple[str, str]] = []
+        self.discarded: list[SubmissionSelector] = []
+        self.runners: list[RunnerView] = []
         self.fail_with: BaseException | None = None
         self.still_stopping: tuple[str, ...] = ()
         self.view: SubmissionView | None = None
@@ -131,6 +141,28 @@ class FakeEngine:
         if request.wait and self.still_stopping:
             await asyncio.sleep(request.timeout_seconds or 0)
         return AbortReply(aborted_tasks=len(request.task_ids), still_stopping=self.still_stopping)
+
+    async def collect(self, request: CollectRequest) -> CollectReply:
+        self._maybe_fail()
+        self.collects.append(request)
+        self._changed()
+        await self.may_answer.wait()
+        return self.collected
+
+    async def drain_submission(self, request: CollectRequest) -> CollectReply:
+        return await self.collect(request)
+
+    async def ack_results(self, namespace: str, request_id: str) -> None:
+        self._maybe_fail()
+        self.acknowledged.append((namespace, request_id))
+
+    async def discard_submission(self, selector: SubmissionSelector) -> None:
+        self._maybe_fail()
+        self.discarded.append(selector)
+
+    def runner_views(self) -> list[RunnerView]:
+        self._maybe_fail()
+        return self.runners
 
     def submission(self, selector: SubmissionSelector) -> SubmissionView:
         self._maybe_fail()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
     from py_scheduler.domain.results import SampleDone
+    from py_scheduler.execution.runner import Runner
     from py_scheduler.placement import PlacementPool
 
 
@@ -107,6 +108,7 @@ async def running_engine(
     batching_strategy: BatchingStrategy = fifo_batching,
     default_sampling: SamplingParams = SamplingParams(),
     api_front: ApiFront | None = None,
+    runners: Mapping[str, Runner] | None = None,
 ) -> AsyncIterator[Harness]:
     if max_running_samples is not None:
         settings = EngineSettings(max_running_samples=max_running_samples)
@@ -120,6 +122,7 @@ async def running_engine(
         batching_strategy=batching_strategy,
         default_sampling=default_sampling,
         api_front=api_front,
+        runners=runners,
     )
     async with engine:
         yield Harness(engine)

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
+from py_scheduler.domain.collecting import CollectReply, TaskResult, UnfinishedTask
 from py_scheduler.domain.events import (
     AbortRequested,
     AttemptEnded,
     AttemptStarted,
+    ResultsAcknowledged,
+    ResultsCollected,
+    ResultsDiscarded,
     StopCause,
     TaskDone,
     TrainingResumed,
@@ -81,8 +85,13 @@ configs = st.builds(
         max_failure_retries=st.integers(0, MAX_RETRIES),
         max_loss_retries=st.integers(0, MAX_RETRIES),
         max_infra_refills=st.integers(0, MAX_RETRIES),
+        max_retries=maybe(st.integers(0, MAX_RETRIES)),
     ),
     is_eval=st.booleans(),
+    max_samples_per_subtask=maybe(st.integers(1, MAX_REPEAT_TIMES)),
+    keeps_partial=st.booleans(),
+    attempt_timeout_seconds=maybe(st.floats(0, MAX_DEADLINE_SECONDS, exclude_min=True)),
+    has_dynamic_timeout=st.booleans(),
 )
 iterations = st.builds(
     IterationContext,
@@ -96,6 +105,7 @@ tasks = st.builds(
 batch_ids = st.integers(0, 2**63 - 1) | names
 
 
+measured = st.dictionaries(names, st.floats(allow_nan=False), max_size=3)
 rewards = st.builds(Reward, score=st.floats(allow_nan=False), details=json_objects)
 turns = st.builds(
     Turn,
@@ -144,6 +154,7 @@ def samples(draw: st.DrawFn) -> SampleDone:
         started_unix_seconds=draw(seconds),
         weight_epoch=weight_epoch,
         staleness=0 if weight_epoch is None else draw(counts),
+        metrics=draw(measured),
     )
 
 
@@ -180,6 +191,8 @@ ended = st.builds(
     message=texts,
     next_attempt_no=counts,
     unix_seconds=seconds,
+    payload=st.binary(max_size=20),
+    running_seconds=seconds,
 )
 aborts = st.builds(
     AbortRequested,
@@ -188,6 +201,8 @@ aborts = st.builds(
     cause=st.sampled_from(StopCause),
     reason=texts,
     unix_seconds=seconds,
+    keeps_results=st.booleans(),
+    restarts_runners=st.booleans(),
 )
 dones = st.builds(
     TaskDone,
@@ -210,7 +225,57 @@ weight_changes = st.builds(
     unix_seconds=seconds,
 )
 resumes = st.builds(TrainingResumed, epoch=st.integers(0, 2**64 - 1), unix_seconds=seconds)
-events_that_travel_whole = started() | ended | aborts | dones | weight_changes | resumes
+collected = st.builds(
+    ResultsCollected,
+    submission_id=names,
+    request_id=names,
+    task_ids=st.lists(names, max_size=3).map(tuple),
+    unix_seconds=seconds,
+    unfinished=st.just(()),
+    warnings=st.just(()),
+)
+acknowledged = st.builds(ResultsAcknowledged, submission_id=names, request_id=names, unix_seconds=seconds)
+discarded = st.builds(ResultsDiscarded, submission_id=names, unix_seconds=seconds)
+events_that_travel_whole = (
+    started() | ended | aborts | dones | collected | acknowledged | discarded | weight_changes | resumes
+)
+
+
+@st.composite
+def task_results(draw: st.DrawFn) -> TaskResult:
+    return TaskResult(
+        task_id=draw(names),
+        client_key=draw(optional_names),
+        state=draw(st.sampled_from(TaskState)),
+        completed_runs=draw(counts),
+        total_runs=draw(counts),
+        is_eval=draw(st.booleans()),
+        message=draw(texts),
+        metrics=draw(measured),
+        samples=tuple(draw(st.lists(samples(), max_size=2))),
+        payloads=tuple(draw(st.lists(st.binary(min_size=1, max_size=50), max_size=2))),
+    )
+
+
+collect_replies = st.builds(
+    CollectReply,
+    submission_id=optional_names,
+    results=st.lists(task_results(), max_size=3).map(tuple),
+    unfinished=st.lists(
+        st.builds(
+            UnfinishedTask,
+            task_id=names,
+            client_key=optional_names,
+            completed_runs=counts,
+            total_runs=counts,
+            is_stopped=st.booleans(),
+            reason=texts,
+        ),
+        max_size=2,
+    ).map(tuple),
+    is_timed_out=st.booleans(),
+    warnings=st.lists(texts, max_size=2).map(tuple),
+)
 
 
 training_samples = st.builds(

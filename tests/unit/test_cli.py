@@ -164,6 +164,12 @@ def test_status_shows_the_server_and_a_submission(started: Any, capsys: pytest.C
     ).address()
     with BlockingSchedulerClient(address) as client:
         list(client.rollout(echo(3), batch_id="7/gsm8k"))
+        client.schedule(echo(2), 9)
+        client.collect(9, acknowledge=False)
+    assert main(["status", "9", "--target", address]) == 0
+    assert "to collect 0  not acknowledged 2" in capsys.readouterr().out
+    assert main(["runners", "--target", address]) == 0
+    assert capsys.readouterr().out == "no runners: handlers run in the server's own loop\n"
     assert main(["status", "--target", address]) == 0
     shown = capsys.readouterr().out
     assert "evaluator  echo" in shown
@@ -379,6 +385,7 @@ def test_every_option_of_every_command_is_explained() -> None:
         "status",
         "abort",
         "plan",
+        "runners",
         "why",
         "try-handler",
         "report",

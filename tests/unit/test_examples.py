@@ -113,7 +113,14 @@ def test_what_is_commented_out_shows_the_defaults() -> None:
     assert whole.server == live.server
     left_out = {
         name: getattr(whole.scheduler, name)
-        for name in ("batching_strategy", "workdir_root", "max_wait_seconds", "max_running_generations", "staleness")
+        for name in (
+            "batching_strategy",
+            "workdir_root",
+            "max_wait_seconds",
+            "max_running_generations",
+            "dynamic_timeout",
+            "staleness",
+        )
     }
     assert whole.scheduler == msgspec.structs.replace(live.scheduler, **left_out)
     assert whole.rollout == msgspec.structs.replace(live.rollout, dagger=DAggerSchedule())

@@ -28,6 +28,11 @@ LOOKED_FOR = """
     Evaluator Evaluator.run _execute_sample _populate_token_data _termination_reason _termination_reason_agent
     _annotate_abort classify_abort classify_termination DAggerSchedule metadata["_dataset_cfg"] termination_summary.py
     evaluator_factory.py evaluator_config_dagger.py rollout_manager.py ENV_REFERENCE.md trajectory_sft_samples.pt
+    Scheduler Scheduler.schedule Scheduler.get_payload_results Scheduler.get_statuses Scheduler.start Scheduler.stop
+    Scheduler.drain_batch_payload_results Scheduler.discard_completed_results Scheduler.abort_batch Scheduler.has_step
+    Scheduler.dynamic_timeout Scheduler.task_done_callback Scheduler.get_key_state Scheduler.get_runner_state
+    Scheduler.get_all_state Scheduler.print_all_state TaskWrapper RunningTaskState CompletedTaskResult RunnerWrapper
+    RunnerWrapper.run_with_retry sort_batch_id
 """
 
 

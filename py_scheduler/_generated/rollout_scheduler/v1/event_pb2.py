@@ -25,35 +25,41 @@ _sym_db = _symbol_database.Default()
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2 as rollout__scheduler_dot_v1_dot_task__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout_scheduler/v1/event.proto\x12\x14rollout_scheduler.v1\x1a\x1frollout_scheduler/v1/task.proto\"R\n\rTasksAccepted\x12/\n\x08\x62\x61tch_id\x18\x01 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x10\n\x08task_ids\x18\x02 \x03(\t\"k\n\x0e\x41ttemptStarted\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nsubtask_no\x18\x02 \x01(\r\x12\x12\n\nattempt_no\x18\x03 \x01(\r\x12\x0f\n\x07node_ip\x18\x04 \x01(\t\x12\x0f\n\x07gpu_ids\x18\x05 \x03(\r\"\xd7\x01\n\x0c\x41ttemptEnded\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nsubtask_no\x18\x02 \x01(\r\x12\x12\n\nattempt_no\x18\x03 \x01(\r\x12\x31\n\x05state\x18\x04 \x01(\x0e\x32\".rollout_scheduler.v1.AttemptState\x12\x31\n\x07samples\x18\x05 \x03(\x0b\x32 .rollout_scheduler.v1.SampleDone\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x17\n\x0fnext_attempt_no\x18\x07 \x01(\r\"b\n\x0e\x41\x62ortRequested\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12.\n\x05\x63\x61use\x18\x03 \x01(\x0e\x32\x1f.rollout_scheduler.v1.StopCause\"M\n\x0cOutcomeCount\x12.\n\x07outcome\x18\x01 \x01(\x0e\x32\x1d.rollout_scheduler.v1.Outcome\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xa4\x02\n\x08TaskDone\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nclient_key\x18\x02 \x01(\t\x12.\n\x05state\x18\x03 \x01(\x0e\x32\x1f.rollout_scheduler.v1.TaskState\x12\x17\n\x0fplanned_samples\x18\x04 \x01(\r\x12\x34\n\x08outcomes\x18\x05 \x03(\x0b\x32\".rollout_scheduler.v1.OutcomeCount\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12-\n\x07rewards\x18\x07 \x03(\x0b\x32\x1c.rollout_scheduler.v1.Reward\x12\x35\n\x0egroup_outcomes\x18\x08 \x03(\x0e\x32\x1d.rollout_scheduler.v1.Outcome\"M\n\x0eWeightsChanged\x12\r\n\x05roles\x18\x01 \x03(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\x12\x14\n\x0cweight_epoch\x18\x03 \x01(\x04\"\'\n\x0fTrainingResumed\x12\x14\n\x0cweight_epoch\x18\x01 \x01(\x04\"\x85\x04\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x14\n\x0cunix_seconds\x18\x02 \x01(\x01\x12\x15\n\rsubmission_id\x18\x03 \x01(\t\x12=\n\x0etasks_accepted\x18\x04 \x01(\x0b\x32#.rollout_scheduler.v1.TasksAcceptedH\x00\x12?\n\x0f\x61ttempt_started\x18\x05 \x01(\x0b\x32$.rollout_scheduler.v1.AttemptStartedH\x00\x12;\n\rattempt_ended\x18\x06 \x01(\x0b\x32\".rollout_scheduler.v1.AttemptEndedH\x00\x12?\n\x0f\x61\x62ort_requested\x18\x07 \x01(\x0b\x32$.rollout_scheduler.v1.AbortRequestedH\x00\x12\x33\n\ttask_done\x18\x08 \x01(\x0b\x32\x1e.rollout_scheduler.v1.TaskDoneH\x00\x12?\n\x0fweights_changed\x18\t \x01(\x0b\x32$.rollout_scheduler.v1.WeightsChangedH\x00\x12\x41\n\x10training_resumed\x18\n \x01(\x0b\x32%.rollout_scheduler.v1.TrainingResumedH\x00\x42\x06\n\x04kind*\xb4\x01\n\x0c\x41ttemptState\x12\x1d\n\x19\x41TTEMPT_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41TTEMPT_STATE_SUCCEEDED\x10\x01\x12\x18\n\x14\x41TTEMPT_STATE_FAILED\x10\x02\x12\x1b\n\x17\x41TTEMPT_STATE_TIMED_OUT\x10\x03\x12\x19\n\x15\x41TTEMPT_STATE_ABORTED\x10\x04\x12\x16\n\x12\x41TTEMPT_STATE_LOST\x10\x05*\x88\x01\n\tTaskState\x12\x1a\n\x16TASK_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14TASK_STATE_SUCCEEDED\x10\x01\x12\x16\n\x12TASK_STATE_PARTIAL\x10\x02\x12\x15\n\x11TASK_STATE_FAILED\x10\x03\x12\x16\n\x12TASK_STATE_ABORTED\x10\x04*\x94\x01\n\tStopCause\x12\x1a\n\x16STOP_CAUSE_UNSPECIFIED\x10\x00\x12\x16\n\x12STOP_CAUSE_REQUEST\x10\x01\x12\x1c\n\x18STOP_CAUSE_PHASE_TIMEOUT\x10\x02\x12\x1c\n\x18STOP_CAUSE_TASK_DEADLINE\x10\x03\x12\x17\n\x13STOP_CAUSE_SHUTDOWN\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout_scheduler/v1/event.proto\x12\x14rollout_scheduler.v1\x1a\x1frollout_scheduler/v1/task.proto\"R\n\rTasksAccepted\x12/\n\x08\x62\x61tch_id\x18\x01 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x10\n\x08task_ids\x18\x02 \x03(\t\"k\n\x0e\x41ttemptStarted\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nsubtask_no\x18\x02 \x01(\r\x12\x12\n\nattempt_no\x18\x03 \x01(\r\x12\x0f\n\x07node_ip\x18\x04 \x01(\t\x12\x0f\n\x07gpu_ids\x18\x05 \x03(\r\"\x81\x02\n\x0c\x41ttemptEnded\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nsubtask_no\x18\x02 \x01(\r\x12\x12\n\nattempt_no\x18\x03 \x01(\r\x12\x31\n\x05state\x18\x04 \x01(\x0e\x32\".rollout_scheduler.v1.AttemptState\x12\x31\n\x07samples\x18\x05 \x03(\x0b\x32 .rollout_scheduler.v1.SampleDone\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x17\n\x0fnext_attempt_no\x18\x07 \x01(\r\x12\x0f\n\x07payload\x18\x08 \x01(\x0c\x12\x17\n\x0frunning_seconds\x18\t \x01(\x01\"\x93\x01\n\x0e\x41\x62ortRequested\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12.\n\x05\x63\x61use\x18\x03 \x01(\x0e\x32\x1f.rollout_scheduler.v1.StopCause\x12\x15\n\rkeeps_results\x18\x04 \x01(\x08\x12\x18\n\x10restarts_runners\x18\x05 \x01(\x08\"M\n\x0cOutcomeCount\x12.\n\x07outcome\x18\x01 \x01(\x0e\x32\x1d.rollout_scheduler.v1.Outcome\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xa4\x02\n\x08TaskDone\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nclient_key\x18\x02 \x01(\t\x12.\n\x05state\x18\x03 \x01(\x0e\x32\x1f.rollout_scheduler.v1.TaskState\x12\x17\n\x0fplanned_samples\x18\x04 \x01(\r\x12\x34\n\x08outcomes\x18\x05 \x03(\x0b\x32\".rollout_scheduler.v1.OutcomeCount\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12-\n\x07rewards\x18\x07 \x03(\x0b\x32\x1c.rollout_scheduler.v1.Reward\x12\x35\n\x0egroup_outcomes\x18\x08 \x03(\x0e\x32\x1d.rollout_scheduler.v1.Outcome\"M\n\x0eWeightsChanged\x12\r\n\x05roles\x18\x01 \x03(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\x12\x14\n\x0cweight_epoch\x18\x03 \x01(\x04\"\'\n\x0fTrainingResumed\x12\x14\n\x0cweight_epoch\x18\x01 \x01(\x04\"8\n\x10ResultsCollected\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08task_ids\x18\x02 \x03(\t\")\n\x13ResultsAcknowledged\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x12\n\x10ResultsDiscarded\"\xda\x05\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x14\n\x0cunix_seconds\x18\x02 \x01(\x01\x12\x15\n\rsubmission_id\x18\x03 \x01(\t\x12=\n\x0etasks_accepted\x18\x04 \x01(\x0b\x32#.rollout_scheduler.v1.TasksAcceptedH\x00\x12?\n\x0f\x61ttempt_started\x18\x05 \x01(\x0b\x32$.rollout_scheduler.v1.AttemptStartedH\x00\x12;\n\rattempt_ended\x18\x06 \x01(\x0b\x32\".rollout_scheduler.v1.AttemptEndedH\x00\x12?\n\x0f\x61\x62ort_requested\x18\x07 \x01(\x0b\x32$.rollout_scheduler.v1.AbortRequestedH\x00\x12\x33\n\ttask_done\x18\x08 \x01(\x0b\x32\x1e.rollout_scheduler.v1.TaskDoneH\x00\x12?\n\x0fweights_changed\x18\t \x01(\x0b\x32$.rollout_scheduler.v1.WeightsChangedH\x00\x12\x41\n\x10training_resumed\x18\n \x01(\x0b\x32%.rollout_scheduler.v1.TrainingResumedH\x00\x12\x43\n\x11results_collected\x18\x0b \x01(\x0b\x32&.rollout_scheduler.v1.ResultsCollectedH\x00\x12I\n\x14results_acknowledged\x18\x0c \x01(\x0b\x32).rollout_scheduler.v1.ResultsAcknowledgedH\x00\x12\x43\n\x11results_discarded\x18\r \x01(\x0b\x32&.rollout_scheduler.v1.ResultsDiscardedH\x00\x42\x06\n\x04kind*\xb4\x01\n\x0c\x41ttemptState\x12\x1d\n\x19\x41TTEMPT_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41TTEMPT_STATE_SUCCEEDED\x10\x01\x12\x18\n\x14\x41TTEMPT_STATE_FAILED\x10\x02\x12\x1b\n\x17\x41TTEMPT_STATE_TIMED_OUT\x10\x03\x12\x19\n\x15\x41TTEMPT_STATE_ABORTED\x10\x04\x12\x16\n\x12\x41TTEMPT_STATE_LOST\x10\x05*\x88\x01\n\tTaskState\x12\x1a\n\x16TASK_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14TASK_STATE_SUCCEEDED\x10\x01\x12\x16\n\x12TASK_STATE_PARTIAL\x10\x02\x12\x15\n\x11TASK_STATE_FAILED\x10\x03\x12\x16\n\x12TASK_STATE_ABORTED\x10\x04*\xb4\x01\n\tStopCause\x12\x1a\n\x16STOP_CAUSE_UNSPECIFIED\x10\x00\x12\x16\n\x12STOP_CAUSE_REQUEST\x10\x01\x12\x1c\n\x18STOP_CAUSE_PHASE_TIMEOUT\x10\x02\x12\x1c\n\x18STOP_CAUSE_TASK_DEADLINE\x10\x03\x12\x17\n\x13STOP_CAUSE_SHUTDOWN\x10\x04\x12\x1e\n\x1aSTOP_CAUSE_ATTEMPT_TIMEOUT\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'py_scheduler._generated.rollout_scheduler.v1.event_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ATTEMPTSTATE']._serialized_start=1617
-  _globals['_ATTEMPTSTATE']._serialized_end=1797
-  _globals['_TASKSTATE']._serialized_start=1800
-  _globals['_TASKSTATE']._serialized_end=1936
-  _globals['_STOPCAUSE']._serialized_start=1939
-  _globals['_STOPCAUSE']._serialized_end=2087
+  _globals['_ATTEMPTSTATE']._serialized_start=2043
+  _globals['_ATTEMPTSTATE']._serialized_end=2223
+  _globals['_TASKSTATE']._serialized_start=2226
+  _globals['_TASKSTATE']._serialized_end=2362
+  _globals['_STOPCAUSE']._serialized_start=2365
+  _globals['_STOPCAUSE']._serialized_end=2545
   _globals['_TASKSACCEPTED']._serialized_start=91
   _globals['_TASKSACCEPTED']._serialized_end=173
   _globals['_ATTEMPTSTARTED']._serialized_start=175
   _globals['_ATTEMPTSTARTED']._serialized_end=282
   _globals['_ATTEMPTENDED']._serialized_start=285
-  _globals['_ATTEMPTENDED']._serialized_end=500
-  _globals['_ABORTREQUESTED']._serialized_start=502
-  _globals['_ABORTREQUESTED']._serialized_end=600
-  _globals['_OUTCOMECOUNT']._serialized_start=602
-  _globals['_OUTCOMECOUNT']._serialized_end=679
-  _globals['_TASKDONE']._serialized_start=682
-  _globals['_TASKDONE']._serialized_end=974
-  _globals['_WEIGHTSCHANGED']._serialized_start=976
-  _globals['_WEIGHTSCHANGED']._serialized_end=1053
-  _globals['_TRAININGRESUMED']._serialized_start=1055
-  _globals['_TRAININGRESUMED']._serialized_end=1094
-  _globals['_EVENT']._serialized_start=1097
-  _globals['_EVENT']._serialized_end=1614
+  _globals['_ATTEMPTENDED']._serialized_end=542
+  _globals['_ABORTREQUESTED']._serialized_start=545
+  _globals['_ABORTREQUESTED']._serialized_end=692
+  _globals['_OUTCOMECOUNT']._serialized_start=694
+  _globals['_OUTCOMECOUNT']._serialized_end=771
+  _globals['_TASKDONE']._serialized_start=774
+  _globals['_TASKDONE']._serialized_end=1066
+  _globals['_WEIGHTSCHANGED']._serialized_start=1068
+  _globals['_WEIGHTSCHANGED']._serialized_end=1145
+  _globals['_TRAININGRESUMED']._serialized_start=1147
+  _globals['_TRAININGRESUMED']._serialized_end=1186
+  _globals['_RESULTSCOLLECTED']._serialized_start=1188
+  _globals['_RESULTSCOLLECTED']._serialized_end=1244
+  _globals['_RESULTSACKNOWLEDGED']._serialized_start=1246
+  _globals['_RESULTSACKNOWLEDGED']._serialized_end=1287
+  _globals['_RESULTSDISCARDED']._serialized_start=1289
+  _globals['_RESULTSDISCARDED']._serialized_end=1307
+  _globals['_EVENT']._serialized_start=1310
+  _globals['_EVENT']._serialized_end=2040
 # @@protoc_insertion_point(module_scope)

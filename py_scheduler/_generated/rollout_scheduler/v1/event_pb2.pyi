@@ -89,6 +89,8 @@ class _StopCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StopCause.V
     """task_deadline_seconds passed."""
     STOP_CAUSE_SHUTDOWN: _StopCause.ValueType  # 4
     """The server stops."""
+    STOP_CAUSE_ATTEMPT_TIMEOUT: _StopCause.ValueType  # 5
+    """An attempt took too long."""
 
 class StopCause(_StopCause, metaclass=_StopCauseEnumTypeWrapper):
     """Why work is stopped before its end."""
@@ -102,6 +104,8 @@ STOP_CAUSE_TASK_DEADLINE: StopCause.ValueType  # 3
 """task_deadline_seconds passed."""
 STOP_CAUSE_SHUTDOWN: StopCause.ValueType  # 4
 """The server stops."""
+STOP_CAUSE_ATTEMPT_TIMEOUT: StopCause.ValueType  # 5
+"""An attempt took too long."""
 Global___StopCause: _TypeAlias = StopCause  # noqa: Y015
 
 @_typing.final
@@ -178,6 +182,8 @@ class AttemptEnded(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     NEXT_ATTEMPT_NO_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    RUNNING_SECONDS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     subtask_no: _builtins.int
     attempt_no: _builtins.int
@@ -185,6 +191,10 @@ class AttemptEnded(_message.Message):
     message: _builtins.str
     next_attempt_no: _builtins.int
     """The attempt that follows; 0: none."""
+    payload: _builtins.bytes
+    """What its runner made for the trainer, of all its samples together. Final, like the samples."""
+    running_seconds: _builtins.float
+    """From the handler's start to its end."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.SampleDone]:
         """None when another attempt follows."""
@@ -199,10 +209,12 @@ class AttemptEnded(_message.Message):
         samples: _abc.Iterable[_task_pb2.SampleDone] | None = ...,
         message: _builtins.str = ...,
         next_attempt_no: _builtins.int = ...,
+        payload: _builtins.bytes = ...,
+        running_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_no", b"attempt_no", "message", b"message", "next_attempt_no", b"next_attempt_no", "samples", b"samples", "state", b"state", "subtask_no", b"subtask_no", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_no", b"attempt_no", "message", b"message", "next_attempt_no", b"next_attempt_no", "payload", b"payload", "running_seconds", b"running_seconds", "samples", b"samples", "state", b"state", "subtask_no", b"subtask_no", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -217,8 +229,14 @@ class AbortRequested(_message.Message):
     TASK_IDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
+    KEEPS_RESULTS_FIELD_NUMBER: _builtins.int
+    RESTARTS_RUNNERS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     cause: Global___StopCause.ValueType
+    keeps_results: _builtins.bool
+    """Those that wait to be collected leave a result of the samples that had succeeded."""
+    restarts_runners: _builtins.bool
+    """The runners that were at them are replaced before they take other work."""
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -227,10 +245,12 @@ class AbortRequested(_message.Message):
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
         cause: Global___StopCause.ValueType = ...,
+        keeps_results: _builtins.bool = ...,
+        restarts_runners: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "reason", b"reason", "task_ids", b"task_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "keeps_results", b"keeps_results", "reason", b"reason", "restarts_runners", b"restarts_runners", "task_ids", b"task_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,6 +386,69 @@ class TrainingResumed(_message.Message):
 Global___TrainingResumed: _TypeAlias = TrainingResumed  # noqa: Y015
 
 @_typing.final
+class ResultsCollected(_message.Message):
+    """These tasks' results were handed out; they are kept until that is acknowledged."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TASK_IDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        task_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "task_ids", b"task_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResultsCollected: _TypeAlias = ResultsCollected  # noqa: Y015
+
+@_typing.final
+class ResultsAcknowledged(_message.Message):
+    """What was handed out has arrived, and is forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResultsAcknowledged: _TypeAlias = ResultsAcknowledged  # noqa: Y015
+
+@_typing.final
+class ResultsDiscarded(_message.Message):
+    """All results of the submission that were kept are forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResultsDiscarded: _TypeAlias = ResultsDiscarded  # noqa: Y015
+
+@_typing.final
 class Event(_message.Message):
     """One event of the server's store."""
 
@@ -381,6 +464,9 @@ class Event(_message.Message):
     TASK_DONE_FIELD_NUMBER: _builtins.int
     WEIGHTS_CHANGED_FIELD_NUMBER: _builtins.int
     TRAINING_RESUMED_FIELD_NUMBER: _builtins.int
+    RESULTS_COLLECTED_FIELD_NUMBER: _builtins.int
+    RESULTS_ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    RESULTS_DISCARDED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Rises by one with every event of the store."""
     unix_seconds: _builtins.float
@@ -399,6 +485,12 @@ class Event(_message.Message):
     def weights_changed(self) -> Global___WeightsChanged: ...
     @_builtins.property
     def training_resumed(self) -> Global___TrainingResumed: ...
+    @_builtins.property
+    def results_collected(self) -> Global___ResultsCollected: ...
+    @_builtins.property
+    def results_acknowledged(self) -> Global___ResultsAcknowledged: ...
+    @_builtins.property
+    def results_discarded(self) -> Global___ResultsDiscarded: ...
     def __init__(
         self,
         *,
@@ -412,12 +504,15 @@ class Event(_message.Message):
         task_done: Global___TaskDone | None = ...,
         weights_changed: Global___WeightsChanged | None = ...,
         training_resumed: Global___TrainingResumed | None = ...,
+        results_collected: Global___ResultsCollected | None = ...,
+        results_acknowledged: Global___ResultsAcknowledged | None = ...,
+        results_discarded: Global___ResultsDiscarded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "weights_changed", b"weights_changed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "results_acknowledged", b"results_acknowledged", "results_collected", b"results_collected", "results_discarded", b"results_discarded", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "weights_changed", b"weights_changed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "sequence", b"sequence", "submission_id", b"submission_id", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "unix_seconds", b"unix_seconds", "weights_changed", b"weights_changed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "results_acknowledged", b"results_acknowledged", "results_collected", b"results_collected", "results_discarded", b"results_discarded", "sequence", b"sequence", "submission_id", b"submission_id", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "unix_seconds", b"unix_seconds", "weights_changed", b"weights_changed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tasks_accepted", "attempt_started", "attempt_ended", "abort_requested", "task_done", "weights_changed", "training_resumed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tasks_accepted", "attempt_started", "attempt_ended", "abort_requested", "task_done", "weights_changed", "training_resumed", "results_collected", "results_acknowledged", "results_discarded"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

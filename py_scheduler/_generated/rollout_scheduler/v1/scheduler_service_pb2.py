@@ -22,65 +22,69 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from py_scheduler._generated.rollout_scheduler.v1 import collecting_pb2 as rollout__scheduler_dot_v1_dot_collecting__pb2
 from py_scheduler._generated.rollout_scheduler.v1 import event_pb2 as rollout__scheduler_dot_v1_dot_event__pb2
 from py_scheduler._generated.rollout_scheduler.v1 import placement_service_pb2 as rollout__scheduler_dot_v1_dot_placement__service__pb2
 from py_scheduler._generated.rollout_scheduler.v1 import resource_pb2 as rollout__scheduler_dot_v1_dot_resource__pb2
+from py_scheduler._generated.rollout_scheduler.v1 import runner_pb2 as rollout__scheduler_dot_v1_dot_runner__pb2
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2 as rollout__scheduler_dot_v1_dot_task__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,rollout_scheduler/v1/scheduler_service.proto\x12\x14rollout_scheduler.v1\x1a rollout_scheduler/v1/event.proto\x1a,rollout_scheduler/v1/placement_service.proto\x1a#rollout_scheduler/v1/resource.proto\x1a\x1frollout_scheduler/v1/task.proto\"\x8c\x02\n\x12SubmitTasksRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x38\n\x0e\x64\x65\x66\x61ult_config\x18\x04 \x01(\x0b\x32 .rollout_scheduler.v1.TaskConfig\x12)\n\x05tasks\x18\x05 \x03(\x0b\x32\x1a.rollout_scheduler.v1.Task\x12\x39\n\titeration\x18\x06 \x01(\x0b\x32&.rollout_scheduler.v1.IterationContext\"`\n\x13SubmitTasksResponse\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12\x10\n\x08task_ids\x18\x02 \x03(\t\x12\x10\n\x08warnings\x18\x03 \x03(\t\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\"g\n\x0b\x45ventFilter\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12.\n\x05kinds\x18\x02 \x03(\x0e\x32\x1f.rollout_scheduler.v1.EventKind\x12\x11\n\tnamespace\x18\x03 \x01(\t\"W\n\x12WatchEventsRequest\x12\x31\n\x06\x66ilter\x18\x01 \x01(\x0b\x32!.rollout_scheduler.v1.EventFilter\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\x0c\"\x84\x01\n\x13WatchEventsResponse\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\x12\x18\n\x10through_sequence\x18\x02 \x01(\x04\x12+\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1b.rollout_scheduler.v1.Event\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\"q\n\x14GetSubmissionRequest\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x03 \x01(\t\"[\n\x0cWaitingBatch\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0fwaiting_seconds\x18\x03 \x01(\x01\x12\x10\n\x08\x62ypassed\x18\x04 \x01(\r\"\xd1\x02\n\x15GetSubmissionResponse\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x17\n\x0fqueued_attempts\x18\x03 \x01(\r\x12\x17\n\x0fleased_attempts\x18\x04 \x01(\r\x12\x18\n\x10running_attempts\x18\x05 \x01(\r\x12\x12\n\nopen_tasks\x18\x06 \x01(\r\x12\x17\n\x0fsucceeded_tasks\x18\x07 \x01(\r\x12\x15\n\rpartial_tasks\x18\x08 \x01(\r\x12\x14\n\x0c\x66\x61iled_tasks\x18\t \x01(\r\x12\x15\n\raborted_tasks\x18\n \x01(\r\x12\x33\n\x07waiting\x18\x0b \x03(\x0b\x32\".rollout_scheduler.v1.WaitingBatch\"8\n\x12\x45xplainTaskRequest\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"\x9a\x01\n\nEntryAhead\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\r\n\x05tasks\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x17\n\x0fwaiting_seconds\x18\x05 \x01(\x01\x12\x10\n\x08\x62ypassed\x18\x06 \x01(\r\"\xe0\x02\n\x08TaskWait\x12\x14\n\x0c\x65valuator_id\x18\x01 \x01(\t\x12\r\n\x05tasks\x18\x02 \x01(\r\x12\x10\n\x08\x61ttempts\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x17\n\x0fwaiting_seconds\x18\x05 \x01(\x01\x12\x10\n\x08\x62ypassed\x18\x06 \x01(\r\x12\x12\n\nmax_bypass\x18\x07 \x01(\r\x12\x15\n\rwanted_tokens\x18\x08 \x01(\x04\x12\x13\n\x0b\x66ree_tokens\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\x04\x12\x31\n\x05nodes\x18\x0b \x03(\x0b\x32\".rollout_scheduler.v1.NodeShortage\x12\x14\n\x0cnodes_in_all\x18\x0c \x01(\r\x12/\n\x05\x61head\x18\r \x03(\x0b\x32 .rollout_scheduler.v1.EntryAhead\x12\x14\n\x0c\x61head_in_all\x18\x0e \x01(\r\"\x99\x02\n\x13\x45xplainTaskResponse\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x15\n\rsubmission_id\x18\x02 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x03 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12.\n\x05phase\x18\x04 \x01(\x0e\x32\x1f.rollout_scheduler.v1.TaskPhase\x12\x17\n\x0fqueued_attempts\x18\x05 \x01(\r\x12\x17\n\x0fleased_attempts\x18\x06 \x01(\r\x12\x18\n\x10running_attempts\x18\x07 \x01(\r\x12-\n\x05waits\x18\x08 \x03(\x0b\x32\x1e.rollout_scheduler.v1.TaskWait\"\xa3\x01\n\x16\x41\x62ortSubmissionRequest\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x10\n\x08task_ids\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0c\n\x04wait\x18\x06 \x01(\x08\"y\n\x17\x41\x62ortSubmissionResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .rollout_scheduler.v1.AbortState\x12\x15\n\raborted_tasks\x18\x02 \x01(\r\x12\x16\n\x0estill_stopping\x18\x03 \x03(\t\"*\n\x15ResumeTrainingRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\".\n\x16ResumeTrainingResponse\x12\x14\n\x0cweight_epoch\x18\x01 \x01(\x04\"\x16\n\x14GetServerInfoRequest\"\xb5\x01\n\rEvaluatorSpec\x12\x14\n\x0c\x65valuator_id\x18\x01 \x01(\t\x12\x0f\n\x07handler\x18\x02 \x01(\t\x12\x30\n\x08resource\x18\x03 \x01(\x0b\x32\x1e.rollout_scheduler.v1.Resource\x12\x37\n\x0fsample_resource\x18\x04 \x01(\x0b\x32\x1e.rollout_scheduler.v1.Resource\x12\x12\n\nbatch_size\x18\x05 \x01(\r\"\x87\x01\n\x10GenerationEngine\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"\xc5\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x37\n\nevaluators\x18\x02 \x03(\x0b\x32#.rollout_scheduler.v1.EvaluatorSpec\x12\x37\n\x07\x65ngines\x18\x03 \x03(\x0b\x32&.rollout_scheduler.v1.GenerationEngine\x12)\n\x05nodes\x18\x04 \x03(\x0b\x32\x1a.rollout_scheduler.v1.Node*\xff\x01\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x45VENT_KIND_TASKS_ACCEPTED\x10\x01\x12\x1e\n\x1a\x45VENT_KIND_ATTEMPT_STARTED\x10\x02\x12\x1c\n\x18\x45VENT_KIND_ATTEMPT_ENDED\x10\x03\x12\x1e\n\x1a\x45VENT_KIND_ABORT_REQUESTED\x10\x04\x12\x18\n\x14\x45VENT_KIND_TASK_DONE\x10\x05\x12\x1e\n\x1a\x45VENT_KIND_WEIGHTS_CHANGED\x10\x06\x12\x1f\n\x1b\x45VENT_KIND_TRAINING_RESUMED\x10\x07*\x9a\x01\n\tTaskPhase\x12\x1a\n\x16TASK_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11TASK_PHASE_QUEUED\x10\x01\x12\x15\n\x11TASK_PHASE_LEASED\x10\x02\x12\x16\n\x12TASK_PHASE_RUNNING\x10\x03\x12\x13\n\x0fTASK_PHASE_DONE\x10\x04\x12\x16\n\x12TASK_PHASE_SCORING\x10\x05*\\\n\nAbortState\x12\x1b\n\x17\x41\x42ORT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x42ORT_STATE_ABORTING\x10\x01\x12\x17\n\x13\x41\x42ORT_STATE_ABORTED\x10\x02\x32\xf1\x05\n\x10SchedulerService\x12\x62\n\x0bSubmitTasks\x12(.rollout_scheduler.v1.SubmitTasksRequest\x1a).rollout_scheduler.v1.SubmitTasksResponse\x12\x64\n\x0bWatchEvents\x12(.rollout_scheduler.v1.WatchEventsRequest\x1a).rollout_scheduler.v1.WatchEventsResponse0\x01\x12h\n\rGetSubmission\x12*.rollout_scheduler.v1.GetSubmissionRequest\x1a+.rollout_scheduler.v1.GetSubmissionResponse\x12\x62\n\x0b\x45xplainTask\x12(.rollout_scheduler.v1.ExplainTaskRequest\x1a).rollout_scheduler.v1.ExplainTaskResponse\x12n\n\x0f\x41\x62ortSubmission\x12,.rollout_scheduler.v1.AbortSubmissionRequest\x1a-.rollout_scheduler.v1.AbortSubmissionResponse\x12k\n\x0eResumeTraining\x12+.rollout_scheduler.v1.ResumeTrainingRequest\x1a,.rollout_scheduler.v1.ResumeTrainingResponse\x12h\n\rGetServerInfo\x12*.rollout_scheduler.v1.GetServerInfoRequest\x1a+.rollout_scheduler.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,rollout_scheduler/v1/scheduler_service.proto\x12\x14rollout_scheduler.v1\x1a%rollout_scheduler/v1/collecting.proto\x1a rollout_scheduler/v1/event.proto\x1a,rollout_scheduler/v1/placement_service.proto\x1a#rollout_scheduler/v1/resource.proto\x1a!rollout_scheduler/v1/runner.proto\x1a\x1frollout_scheduler/v1/task.proto\"\xbe\x02\n\x12SubmitTasksRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x38\n\x0e\x64\x65\x66\x61ult_config\x18\x04 \x01(\x0b\x32 .rollout_scheduler.v1.TaskConfig\x12)\n\x05tasks\x18\x05 \x03(\x0b\x32\x1a.rollout_scheduler.v1.Task\x12\x39\n\titeration\x18\x06 \x01(\x0b\x32&.rollout_scheduler.v1.IterationContext\x12\x30\n\x08\x64\x65livery\x18\x07 \x01(\x0e\x32\x1e.rollout_scheduler.v1.Delivery\"`\n\x13SubmitTasksResponse\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12\x10\n\x08task_ids\x18\x02 \x03(\t\x12\x10\n\x08warnings\x18\x03 \x03(\t\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\"g\n\x0b\x45ventFilter\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12.\n\x05kinds\x18\x02 \x03(\x0e\x32\x1f.rollout_scheduler.v1.EventKind\x12\x11\n\tnamespace\x18\x03 \x01(\t\"W\n\x12WatchEventsRequest\x12\x31\n\x06\x66ilter\x18\x01 \x01(\x0b\x32!.rollout_scheduler.v1.EventFilter\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\x0c\"\x84\x01\n\x13WatchEventsResponse\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\x12\x18\n\x10through_sequence\x18\x02 \x01(\x04\x12+\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1b.rollout_scheduler.v1.Event\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x0c\"q\n\x14GetSubmissionRequest\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x03 \x01(\t\"[\n\x0cWaitingBatch\x12\x10\n\x08task_ids\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0fwaiting_seconds\x18\x03 \x01(\x01\x12\x10\n\x08\x62ypassed\x18\x04 \x01(\r\"\xb7\x03\n\x15GetSubmissionResponse\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x17\n\x0fqueued_attempts\x18\x03 \x01(\r\x12\x17\n\x0fleased_attempts\x18\x04 \x01(\r\x12\x18\n\x10running_attempts\x18\x05 \x01(\r\x12\x12\n\nopen_tasks\x18\x06 \x01(\r\x12\x17\n\x0fsucceeded_tasks\x18\x07 \x01(\r\x12\x15\n\rpartial_tasks\x18\x08 \x01(\r\x12\x14\n\x0c\x66\x61iled_tasks\x18\t \x01(\r\x12\x15\n\raborted_tasks\x18\n \x01(\r\x12\x33\n\x07waiting\x18\x0b \x03(\x0b\x32\".rollout_scheduler.v1.WaitingBatch\x12\x17\n\x0fscheduled_tasks\x18\x0c \x01(\r\x12\x19\n\x11\x63ollectable_tasks\x18\r \x01(\r\x12\x1c\n\x14unacknowledged_tasks\x18\x0e \x01(\r\x12\x12\n\nkept_bytes\x18\x0f \x01(\x04\"8\n\x12\x45xplainTaskRequest\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"\x9a\x01\n\nEntryAhead\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\r\n\x05tasks\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x17\n\x0fwaiting_seconds\x18\x05 \x01(\x01\x12\x10\n\x08\x62ypassed\x18\x06 \x01(\r\"\xe0\x02\n\x08TaskWait\x12\x14\n\x0c\x65valuator_id\x18\x01 \x01(\t\x12\r\n\x05tasks\x18\x02 \x01(\r\x12\x10\n\x08\x61ttempts\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x17\n\x0fwaiting_seconds\x18\x05 \x01(\x01\x12\x10\n\x08\x62ypassed\x18\x06 \x01(\r\x12\x12\n\nmax_bypass\x18\x07 \x01(\r\x12\x15\n\rwanted_tokens\x18\x08 \x01(\x04\x12\x13\n\x0b\x66ree_tokens\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\x04\x12\x31\n\x05nodes\x18\x0b \x03(\x0b\x32\".rollout_scheduler.v1.NodeShortage\x12\x14\n\x0cnodes_in_all\x18\x0c \x01(\r\x12/\n\x05\x61head\x18\r \x03(\x0b\x32 .rollout_scheduler.v1.EntryAhead\x12\x14\n\x0c\x61head_in_all\x18\x0e \x01(\r\"\x99\x02\n\x13\x45xplainTaskResponse\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x15\n\rsubmission_id\x18\x02 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x03 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12.\n\x05phase\x18\x04 \x01(\x0e\x32\x1f.rollout_scheduler.v1.TaskPhase\x12\x17\n\x0fqueued_attempts\x18\x05 \x01(\r\x12\x17\n\x0fleased_attempts\x18\x06 \x01(\r\x12\x18\n\x10running_attempts\x18\x07 \x01(\r\x12-\n\x05waits\x18\x08 \x03(\x0b\x32\x1e.rollout_scheduler.v1.TaskWait\"\xd2\x01\n\x16\x41\x62ortSubmissionRequest\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x10\n\x08task_ids\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0c\n\x04wait\x18\x06 \x01(\x08\x12\x14\n\x0ckeep_partial\x18\x07 \x01(\x08\x12\x17\n\x0frestart_runners\x18\x08 \x01(\x08\"y\n\x17\x41\x62ortSubmissionResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .rollout_scheduler.v1.AbortState\x12\x15\n\raborted_tasks\x18\x02 \x01(\r\x12\x16\n\x0estill_stopping\x18\x03 \x03(\t\"*\n\x15ResumeTrainingRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\".\n\x16ResumeTrainingResponse\x12\x14\n\x0cweight_epoch\x18\x01 \x01(\x04\"\x16\n\x14GetServerInfoRequest\"\xb5\x01\n\rEvaluatorSpec\x12\x14\n\x0c\x65valuator_id\x18\x01 \x01(\t\x12\x0f\n\x07handler\x18\x02 \x01(\t\x12\x30\n\x08resource\x18\x03 \x01(\x0b\x32\x1e.rollout_scheduler.v1.Resource\x12\x37\n\x0fsample_resource\x18\x04 \x01(\x0b\x32\x1e.rollout_scheduler.v1.Resource\x12\x12\n\nbatch_size\x18\x05 \x01(\r\"\x87\x01\n\x10GenerationEngine\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"\xc5\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x37\n\nevaluators\x18\x02 \x03(\x0b\x32#.rollout_scheduler.v1.EvaluatorSpec\x12\x37\n\x07\x65ngines\x18\x03 \x03(\x0b\x32&.rollout_scheduler.v1.GenerationEngine\x12)\n\x05nodes\x18\x04 \x03(\x0b\x32\x1a.rollout_scheduler.v1.Node*N\n\x08\x44\x65livery\x12\x18\n\x14\x44\x45LIVERY_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x45LIVERY_WATCH\x10\x01\x12\x14\n\x10\x44\x45LIVERY_COLLECT\x10\x02*\xe8\x02\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x45VENT_KIND_TASKS_ACCEPTED\x10\x01\x12\x1e\n\x1a\x45VENT_KIND_ATTEMPT_STARTED\x10\x02\x12\x1c\n\x18\x45VENT_KIND_ATTEMPT_ENDED\x10\x03\x12\x1e\n\x1a\x45VENT_KIND_ABORT_REQUESTED\x10\x04\x12\x18\n\x14\x45VENT_KIND_TASK_DONE\x10\x05\x12\x1e\n\x1a\x45VENT_KIND_WEIGHTS_CHANGED\x10\x06\x12\x1f\n\x1b\x45VENT_KIND_TRAINING_RESUMED\x10\x07\x12 \n\x1c\x45VENT_KIND_RESULTS_COLLECTED\x10\x08\x12#\n\x1f\x45VENT_KIND_RESULTS_ACKNOWLEDGED\x10\t\x12 \n\x1c\x45VENT_KIND_RESULTS_DISCARDED\x10\n*\x9a\x01\n\tTaskPhase\x12\x1a\n\x16TASK_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11TASK_PHASE_QUEUED\x10\x01\x12\x15\n\x11TASK_PHASE_LEASED\x10\x02\x12\x16\n\x12TASK_PHASE_RUNNING\x10\x03\x12\x13\n\x0fTASK_PHASE_DONE\x10\x04\x12\x16\n\x12TASK_PHASE_SCORING\x10\x05*\\\n\nAbortState\x12\x1b\n\x17\x41\x42ORT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x42ORT_STATE_ABORTING\x10\x01\x12\x17\n\x13\x41\x42ORT_STATE_ABORTED\x10\x02\x32\x8d\n\n\x10SchedulerService\x12\x62\n\x0bSubmitTasks\x12(.rollout_scheduler.v1.SubmitTasksRequest\x1a).rollout_scheduler.v1.SubmitTasksResponse\x12\x64\n\x0bWatchEvents\x12(.rollout_scheduler.v1.WatchEventsRequest\x1a).rollout_scheduler.v1.WatchEventsResponse0\x01\x12h\n\rGetSubmission\x12*.rollout_scheduler.v1.GetSubmissionRequest\x1a+.rollout_scheduler.v1.GetSubmissionResponse\x12\x62\n\x0b\x45xplainTask\x12(.rollout_scheduler.v1.ExplainTaskRequest\x1a).rollout_scheduler.v1.ExplainTaskResponse\x12n\n\x0f\x41\x62ortSubmission\x12,.rollout_scheduler.v1.AbortSubmissionRequest\x1a-.rollout_scheduler.v1.AbortSubmissionResponse\x12k\n\x0eResumeTraining\x12+.rollout_scheduler.v1.ResumeTrainingRequest\x1a,.rollout_scheduler.v1.ResumeTrainingResponse\x12m\n\x0e\x43ollectResults\x12+.rollout_scheduler.v1.CollectResultsRequest\x1a,.rollout_scheduler.v1.CollectResultsResponse0\x01\x12p\n\x0f\x44rainSubmission\x12,.rollout_scheduler.v1.DrainSubmissionRequest\x1a-.rollout_scheduler.v1.DrainSubmissionResponse0\x01\x12_\n\nAckResults\x12\'.rollout_scheduler.v1.AckResultsRequest\x1a(.rollout_scheduler.v1.AckResultsResponse\x12t\n\x11\x44iscardSubmission\x12..rollout_scheduler.v1.DiscardSubmissionRequest\x1a/.rollout_scheduler.v1.DiscardSubmissionResponse\x12\x62\n\x0bListRunners\x12(.rollout_scheduler.v1.ListRunnersRequest\x1a).rollout_scheduler.v1.ListRunnersResponse\x12h\n\rGetServerInfo\x12*.rollout_scheduler.v1.GetServerInfoRequest\x1a+.rollout_scheduler.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'py_scheduler._generated.rollout_scheduler.v1.scheduler_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EVENTKIND']._serialized_start=3248
-  _globals['_EVENTKIND']._serialized_end=3503
-  _globals['_TASKPHASE']._serialized_start=3506
-  _globals['_TASKPHASE']._serialized_end=3660
-  _globals['_ABORTSTATE']._serialized_start=3662
-  _globals['_ABORTSTATE']._serialized_end=3754
-  _globals['_SUBMITTASKSREQUEST']._serialized_start=221
-  _globals['_SUBMITTASKSREQUEST']._serialized_end=489
-  _globals['_SUBMITTASKSRESPONSE']._serialized_start=491
-  _globals['_SUBMITTASKSRESPONSE']._serialized_end=587
-  _globals['_EVENTFILTER']._serialized_start=589
-  _globals['_EVENTFILTER']._serialized_end=692
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=694
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=781
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=784
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=916
-  _globals['_GETSUBMISSIONREQUEST']._serialized_start=918
-  _globals['_GETSUBMISSIONREQUEST']._serialized_end=1031
-  _globals['_WAITINGBATCH']._serialized_start=1033
-  _globals['_WAITINGBATCH']._serialized_end=1124
-  _globals['_GETSUBMISSIONRESPONSE']._serialized_start=1127
-  _globals['_GETSUBMISSIONRESPONSE']._serialized_end=1464
-  _globals['_EXPLAINTASKREQUEST']._serialized_start=1466
-  _globals['_EXPLAINTASKREQUEST']._serialized_end=1522
-  _globals['_ENTRYAHEAD']._serialized_start=1525
-  _globals['_ENTRYAHEAD']._serialized_end=1679
-  _globals['_TASKWAIT']._serialized_start=1682
-  _globals['_TASKWAIT']._serialized_end=2034
-  _globals['_EXPLAINTASKRESPONSE']._serialized_start=2037
-  _globals['_EXPLAINTASKRESPONSE']._serialized_end=2318
-  _globals['_ABORTSUBMISSIONREQUEST']._serialized_start=2321
-  _globals['_ABORTSUBMISSIONREQUEST']._serialized_end=2484
-  _globals['_ABORTSUBMISSIONRESPONSE']._serialized_start=2486
-  _globals['_ABORTSUBMISSIONRESPONSE']._serialized_end=2607
-  _globals['_RESUMETRAININGREQUEST']._serialized_start=2609
-  _globals['_RESUMETRAININGREQUEST']._serialized_end=2651
-  _globals['_RESUMETRAININGRESPONSE']._serialized_start=2653
-  _globals['_RESUMETRAININGRESPONSE']._serialized_end=2699
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2701
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2723
-  _globals['_EVALUATORSPEC']._serialized_start=2726
-  _globals['_EVALUATORSPEC']._serialized_end=2907
-  _globals['_GENERATIONENGINE']._serialized_start=2910
-  _globals['_GENERATIONENGINE']._serialized_end=3045
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=3048
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=3245
-  _globals['_SCHEDULERSERVICE']._serialized_start=3757
-  _globals['_SCHEDULERSERVICE']._serialized_end=4510
+  _globals['_DELIVERY']._serialized_start=3520
+  _globals['_DELIVERY']._serialized_end=3598
+  _globals['_EVENTKIND']._serialized_start=3601
+  _globals['_EVENTKIND']._serialized_end=3961
+  _globals['_TASKPHASE']._serialized_start=3964
+  _globals['_TASKPHASE']._serialized_end=4118
+  _globals['_ABORTSTATE']._serialized_start=4120
+  _globals['_ABORTSTATE']._serialized_end=4212
+  _globals['_SUBMITTASKSREQUEST']._serialized_start=295
+  _globals['_SUBMITTASKSREQUEST']._serialized_end=613
+  _globals['_SUBMITTASKSRESPONSE']._serialized_start=615
+  _globals['_SUBMITTASKSRESPONSE']._serialized_end=711
+  _globals['_EVENTFILTER']._serialized_start=713
+  _globals['_EVENTFILTER']._serialized_end=816
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=818
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=905
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=908
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=1040
+  _globals['_GETSUBMISSIONREQUEST']._serialized_start=1042
+  _globals['_GETSUBMISSIONREQUEST']._serialized_end=1155
+  _globals['_WAITINGBATCH']._serialized_start=1157
+  _globals['_WAITINGBATCH']._serialized_end=1248
+  _globals['_GETSUBMISSIONRESPONSE']._serialized_start=1251
+  _globals['_GETSUBMISSIONRESPONSE']._serialized_end=1690
+  _globals['_EXPLAINTASKREQUEST']._serialized_start=1692
+  _globals['_EXPLAINTASKREQUEST']._serialized_end=1748
+  _globals['_ENTRYAHEAD']._serialized_start=1751
+  _globals['_ENTRYAHEAD']._serialized_end=1905
+  _globals['_TASKWAIT']._serialized_start=1908
+  _globals['_TASKWAIT']._serialized_end=2260
+  _globals['_EXPLAINTASKRESPONSE']._serialized_start=2263
+  _globals['_EXPLAINTASKRESPONSE']._serialized_end=2544
+  _globals['_ABORTSUBMISSIONREQUEST']._serialized_start=2547
+  _globals['_ABORTSUBMISSIONREQUEST']._serialized_end=2757
+  _globals['_ABORTSUBMISSIONRESPONSE']._serialized_start=2759
+  _globals['_ABORTSUBMISSIONRESPONSE']._serialized_end=2880
+  _globals['_RESUMETRAININGREQUEST']._serialized_start=2882
+  _globals['_RESUMETRAININGREQUEST']._serialized_end=2924
+  _globals['_RESUMETRAININGRESPONSE']._serialized_start=2926
+  _globals['_RESUMETRAININGRESPONSE']._serialized_end=2972
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2974
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2996
+  _globals['_EVALUATORSPEC']._serialized_start=2999
+  _globals['_EVALUATORSPEC']._serialized_end=3180
+  _globals['_GENERATIONENGINE']._serialized_start=3183
+  _globals['_GENERATIONENGINE']._serialized_end=3318
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=3321
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3518
+  _globals['_SCHEDULERSERVICE']._serialized_start=4215
+  _globals['_SCHEDULERSERVICE']._serialized_end=5508
 # @@protoc_insertion_point(module_scope)

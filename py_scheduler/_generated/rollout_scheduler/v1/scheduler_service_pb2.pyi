@@ -23,6 +23,28 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Delivery:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeliveryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Delivery.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DELIVERY_UNSPECIFIED: _Delivery.ValueType  # 0
+    DELIVERY_WATCH: _Delivery.ValueType  # 1
+    """In the events that it watches."""
+    DELIVERY_COLLECT: _Delivery.ValueType  # 2
+    """Kept besides, until it collects and acknowledges them."""
+
+class Delivery(_Delivery, metaclass=_DeliveryEnumTypeWrapper):
+    """How results reach the trainer."""
+
+DELIVERY_UNSPECIFIED: Delivery.ValueType  # 0
+DELIVERY_WATCH: Delivery.ValueType  # 1
+"""In the events that it watches."""
+DELIVERY_COLLECT: Delivery.ValueType  # 2
+"""Kept besides, until it collects and acknowledges them."""
+Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
+
 class _EventKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -37,6 +59,9 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_TASK_DONE: _EventKind.ValueType  # 5
     EVENT_KIND_WEIGHTS_CHANGED: _EventKind.ValueType  # 6
     EVENT_KIND_TRAINING_RESUMED: _EventKind.ValueType  # 7
+    EVENT_KIND_RESULTS_COLLECTED: _EventKind.ValueType  # 8
+    EVENT_KIND_RESULTS_ACKNOWLEDGED: _EventKind.ValueType  # 9
+    EVENT_KIND_RESULTS_DISCARDED: _EventKind.ValueType  # 10
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper): ...
 
@@ -48,6 +73,9 @@ EVENT_KIND_ABORT_REQUESTED: EventKind.ValueType  # 4
 EVENT_KIND_TASK_DONE: EventKind.ValueType  # 5
 EVENT_KIND_WEIGHTS_CHANGED: EventKind.ValueType  # 6
 EVENT_KIND_TRAINING_RESUMED: EventKind.ValueType  # 7
+EVENT_KIND_RESULTS_COLLECTED: EventKind.ValueType  # 8
+EVENT_KIND_RESULTS_ACKNOWLEDGED: EventKind.ValueType  # 9
+EVENT_KIND_RESULTS_DISCARDED: EventKind.ValueType  # 10
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 class _TaskPhase:
@@ -111,10 +139,13 @@ class SubmitTasksRequest(_message.Message):
     DEFAULT_CONFIG_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
     ITERATION_FIELD_NUMBER: _builtins.int
+    DELIVERY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The same id with the same content is answered with the first call's reply and runs nothing again."""
     namespace: _builtins.str
     """Absent or empty: "default"."""
+    delivery: Global___Delivery.ValueType
+    """Unspecified: DELIVERY_WATCH."""
     @_builtins.property
     def batch_id(self) -> _task_pb2.BatchId: ...
     @_builtins.property
@@ -136,10 +167,11 @@ class SubmitTasksRequest(_message.Message):
         default_config: _task_pb2.TaskConfig | None = ...,
         tasks: _abc.Iterable[_task_pb2.Task] | None = ...,
         iteration: _task_pb2.IterationContext | None = ...,
+        delivery: Global___Delivery.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "default_config", b"default_config", "iteration", b"iteration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "default_config", b"default_config", "iteration", b"iteration", "namespace", b"namespace", "request_id", b"request_id", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "default_config", b"default_config", "delivery", b"delivery", "iteration", b"iteration", "namespace", b"namespace", "request_id", b"request_id", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -345,6 +377,10 @@ class GetSubmissionResponse(_message.Message):
     FAILED_TASKS_FIELD_NUMBER: _builtins.int
     ABORTED_TASKS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    SCHEDULED_TASKS_FIELD_NUMBER: _builtins.int
+    COLLECTABLE_TASKS_FIELD_NUMBER: _builtins.int
+    UNACKNOWLEDGED_TASKS_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
     submission_id: _builtins.str
     queued_attempts: _builtins.int
     """Attempts now in each state."""
@@ -356,6 +392,12 @@ class GetSubmissionResponse(_message.Message):
     partial_tasks: _builtins.int
     failed_tasks: _builtins.int
     aborted_tasks: _builtins.int
+    scheduled_tasks: _builtins.int
+    """All that were submitted since its results were last discarded."""
+    collectable_tasks: _builtins.int
+    """Results that wait to be collected, and those that were streamed and not acknowledged; bytes of both, about."""
+    unacknowledged_tasks: _builtins.int
+    kept_bytes: _builtins.int
     @_builtins.property
     def batch_id(self) -> _task_pb2.BatchId: ...
     @_builtins.property
@@ -376,10 +418,14 @@ class GetSubmissionResponse(_message.Message):
         failed_tasks: _builtins.int = ...,
         aborted_tasks: _builtins.int = ...,
         waiting: _abc.Iterable[Global___WaitingBatch] | None = ...,
+        scheduled_tasks: _builtins.int = ...,
+        collectable_tasks: _builtins.int = ...,
+        unacknowledged_tasks: _builtins.int = ...,
+        kept_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_tasks", b"aborted_tasks", "batch_id", b"batch_id", "failed_tasks", b"failed_tasks", "leased_attempts", b"leased_attempts", "open_tasks", b"open_tasks", "partial_tasks", b"partial_tasks", "queued_attempts", b"queued_attempts", "running_attempts", b"running_attempts", "submission_id", b"submission_id", "succeeded_tasks", b"succeeded_tasks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_tasks", b"aborted_tasks", "batch_id", b"batch_id", "collectable_tasks", b"collectable_tasks", "failed_tasks", b"failed_tasks", "kept_bytes", b"kept_bytes", "leased_attempts", b"leased_attempts", "open_tasks", b"open_tasks", "partial_tasks", b"partial_tasks", "queued_attempts", b"queued_attempts", "running_attempts", b"running_attempts", "scheduled_tasks", b"scheduled_tasks", "submission_id", b"submission_id", "succeeded_tasks", b"succeeded_tasks", "unacknowledged_tasks", b"unacknowledged_tasks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -568,6 +614,8 @@ class AbortSubmissionRequest(_message.Message):
     TASK_IDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    KEEP_PARTIAL_FIELD_NUMBER: _builtins.int
+    RESTART_RUNNERS_FIELD_NUMBER: _builtins.int
     submission_id: _builtins.str
     """One of the two."""
     namespace: _builtins.str
@@ -575,6 +623,10 @@ class AbortSubmissionRequest(_message.Message):
     reason: _builtins.str
     wait: _builtins.bool
     """Answer only when the work has stopped, or at the call's deadline with what is still stopping."""
+    keep_partial: _builtins.bool
+    """Tasks that were to be collected leave a result of their samples that succeeded."""
+    restart_runners: _builtins.bool
+    """The runners that were at them are replaced before they take other work."""
     @_builtins.property
     def batch_id(self) -> _task_pb2.BatchId: ...
     @_builtins.property
@@ -590,10 +642,12 @@ class AbortSubmissionRequest(_message.Message):
         task_ids: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
         wait: _builtins.bool = ...,
+        keep_partial: _builtins.bool = ...,
+        restart_runners: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "namespace", b"namespace", "reason", b"reason", "submission_id", b"submission_id", "task_ids", b"task_ids", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "keep_partial", b"keep_partial", "namespace", b"namespace", "reason", b"reason", "restart_runners", b"restart_runners", "submission_id", b"submission_id", "task_ids", b"task_ids", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,8 @@
 import grpc
 import warnings
 
+from py_scheduler._generated.rollout_scheduler.v1 import collecting_pb2 as rollout__scheduler_dot_v1_dot_collecting__pb2
+from py_scheduler._generated.rollout_scheduler.v1 import runner_pb2 as rollout__scheduler_dot_v1_dot_runner__pb2
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as rollout__scheduler_dot_v1_dot_scheduler__service__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -64,6 +66,31 @@ class SchedulerServiceStub(object):
                 request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingRequest.SerializeToString,
                 response_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingResponse.FromString,
                 _registered_method=True)
+        self.CollectResults = channel.unary_stream(
+                '/rollout_scheduler.v1.SchedulerService/CollectResults',
+                request_serializer=rollout__scheduler_dot_v1_dot_collecting__pb2.CollectResultsRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_collecting__pb2.CollectResultsResponse.FromString,
+                _registered_method=True)
+        self.DrainSubmission = channel.unary_stream(
+                '/rollout_scheduler.v1.SchedulerService/DrainSubmission',
+                request_serializer=rollout__scheduler_dot_v1_dot_collecting__pb2.DrainSubmissionRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_collecting__pb2.DrainSubmissionResponse.FromString,
+                _registered_method=True)
+        self.AckResults = channel.unary_unary(
+                '/rollout_scheduler.v1.SchedulerService/AckResults',
+                request_serializer=rollout__scheduler_dot_v1_dot_collecting__pb2.AckResultsRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_collecting__pb2.AckResultsResponse.FromString,
+                _registered_method=True)
+        self.DiscardSubmission = channel.unary_unary(
+                '/rollout_scheduler.v1.SchedulerService/DiscardSubmission',
+                request_serializer=rollout__scheduler_dot_v1_dot_collecting__pb2.DiscardSubmissionRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_collecting__pb2.DiscardSubmissionResponse.FromString,
+                _registered_method=True)
+        self.ListRunners = channel.unary_unary(
+                '/rollout_scheduler.v1.SchedulerService/ListRunners',
+                request_serializer=rollout__scheduler_dot_v1_dot_runner__pb2.ListRunnersRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_runner__pb2.ListRunnersResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/rollout_scheduler.v1.SchedulerService/GetServerInfo',
                 request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.GetServerInfoRequest.SerializeToString,
@@ -117,6 +144,42 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CollectResults(self, request, context):
+        """Waits for results of tasks that were submitted to be collected, and streams them. What was streamed is kept until it
+        is acknowledged: the same request_id streams the same set again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainSubmission(self, request, context):
+        """Streams what is finished now, without a wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AckResults(self, request, context):
+        """Forgets what was streamed under a request_id. One that is not known (any more) is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DiscardSubmission(self, request, context):
+        """Forgets all results that a submission keeps. Its open tasks go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRunners(self, request, context):
+        """Says what each runner outside the server's own loop is at.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Says what this server is: its evaluators, engines and nodes.
         """
@@ -156,6 +219,31 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ResumeTraining,
                     request_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingRequest.FromString,
                     response_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingResponse.SerializeToString,
+            ),
+            'CollectResults': grpc.unary_stream_rpc_method_handler(
+                    servicer.CollectResults,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_collecting__pb2.CollectResultsRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_collecting__pb2.CollectResultsResponse.SerializeToString,
+            ),
+            'DrainSubmission': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainSubmission,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_collecting__pb2.DrainSubmissionRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_collecting__pb2.DrainSubmissionResponse.SerializeToString,
+            ),
+            'AckResults': grpc.unary_unary_rpc_method_handler(
+                    servicer.AckResults,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_collecting__pb2.AckResultsRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_collecting__pb2.AckResultsResponse.SerializeToString,
+            ),
+            'DiscardSubmission': grpc.unary_unary_rpc_method_handler(
+                    servicer.DiscardSubmission,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_collecting__pb2.DiscardSubmissionRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_collecting__pb2.DiscardSubmissionResponse.SerializeToString,
+            ),
+            'ListRunners': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRunners,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_runner__pb2.ListRunnersRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_runner__pb2.ListRunnersResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -325,6 +413,141 @@ class SchedulerService(object):
             '/rollout_scheduler.v1.SchedulerService/ResumeTraining',
             rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingRequest.SerializeToString,
             rollout__scheduler_dot_v1_dot_scheduler__service__pb2.ResumeTrainingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectResults(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollout_scheduler.v1.SchedulerService/CollectResults',
+            rollout__scheduler_dot_v1_dot_collecting__pb2.CollectResultsRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_collecting__pb2.CollectResultsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainSubmission(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollout_scheduler.v1.SchedulerService/DrainSubmission',
+            rollout__scheduler_dot_v1_dot_collecting__pb2.DrainSubmissionRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_collecting__pb2.DrainSubmissionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AckResults(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_scheduler.v1.SchedulerService/AckResults',
+            rollout__scheduler_dot_v1_dot_collecting__pb2.AckResultsRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_collecting__pb2.AckResultsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiscardSubmission(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_scheduler.v1.SchedulerService/DiscardSubmission',
+            rollout__scheduler_dot_v1_dot_collecting__pb2.DiscardSubmissionRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_collecting__pb2.DiscardSubmissionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRunners(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_scheduler.v1.SchedulerService/ListRunners',
+            rollout__scheduler_dot_v1_dot_runner__pb2.ListRunnersRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_runner__pb2.ListRunnersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,8 @@ The service that trainers talk to. Every failed call carries google.rpc details;
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from py_scheduler._generated.rollout_scheduler.v1 import collecting_pb2 as _collecting_pb2
+from py_scheduler._generated.rollout_scheduler.v1 import runner_pb2 as _runner_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as _scheduler_service_pb2
 import abc as _abc_1
 
@@ -28,6 +30,18 @@ class SchedulerServiceStub:
     """For a trainer that starts, perhaps again from a checkpoint: of what its namespace has produced until now it will
     train on nothing, so that does not count towards the namespace's max_staleness any more. May be repeated.
     """
+    CollectResults: _aio.UnaryStreamMultiCallable[_collecting_pb2.CollectResultsRequest, _collecting_pb2.CollectResultsResponse]
+    """Waits for results of tasks that were submitted to be collected, and streams them. What was streamed is kept until it
+    is acknowledged: the same request_id streams the same set again.
+    """
+    DrainSubmission: _aio.UnaryStreamMultiCallable[_collecting_pb2.DrainSubmissionRequest, _collecting_pb2.DrainSubmissionResponse]
+    """Streams what is finished now, without a wait."""
+    AckResults: _aio.UnaryUnaryMultiCallable[_collecting_pb2.AckResultsRequest, _collecting_pb2.AckResultsResponse]
+    """Forgets what was streamed under a request_id. One that is not known (any more) is no error."""
+    DiscardSubmission: _aio.UnaryUnaryMultiCallable[_collecting_pb2.DiscardSubmissionRequest, _collecting_pb2.DiscardSubmissionResponse]
+    """Forgets all results that a submission keeps. Its open tasks go on."""
+    ListRunners: _aio.UnaryUnaryMultiCallable[_runner_pb2.ListRunnersRequest, _runner_pb2.ListRunnersResponse]
+    """Says what each runner outside the server's own loop is at."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.GetServerInfoRequest, _scheduler_service_pb2.GetServerInfoResponse]
     """Says what this server is: its evaluators, engines and nodes."""
 
@@ -81,6 +95,48 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         """For a trainer that starts, perhaps again from a checkpoint: of what its namespace has produced until now it will
         train on nothing, so that does not count towards the namespace's max_staleness any more. May be repeated.
         """
+
+    @_abc_1.abstractmethod
+    def CollectResults(
+        self,
+        request: _collecting_pb2.CollectResultsRequest,
+        context: _aio.ServicerContext[_collecting_pb2.CollectResultsRequest, _abc.AsyncIterator[_collecting_pb2.CollectResultsResponse]],
+    ) -> _abc.AsyncIterator[_collecting_pb2.CollectResultsResponse]:
+        """Waits for results of tasks that were submitted to be collected, and streams them. What was streamed is kept until it
+        is acknowledged: the same request_id streams the same set again.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainSubmission(
+        self,
+        request: _collecting_pb2.DrainSubmissionRequest,
+        context: _aio.ServicerContext[_collecting_pb2.DrainSubmissionRequest, _abc.AsyncIterator[_collecting_pb2.DrainSubmissionResponse]],
+    ) -> _abc.AsyncIterator[_collecting_pb2.DrainSubmissionResponse]:
+        """Streams what is finished now, without a wait."""
+
+    @_abc_1.abstractmethod
+    def AckResults(
+        self,
+        request: _collecting_pb2.AckResultsRequest,
+        context: _aio.ServicerContext[_collecting_pb2.AckResultsRequest, _abc.Awaitable[_collecting_pb2.AckResultsResponse]],
+    ) -> _abc.Awaitable[_collecting_pb2.AckResultsResponse]:
+        """Forgets what was streamed under a request_id. One that is not known (any more) is no error."""
+
+    @_abc_1.abstractmethod
+    def DiscardSubmission(
+        self,
+        request: _collecting_pb2.DiscardSubmissionRequest,
+        context: _aio.ServicerContext[_collecting_pb2.DiscardSubmissionRequest, _abc.Awaitable[_collecting_pb2.DiscardSubmissionResponse]],
+    ) -> _abc.Awaitable[_collecting_pb2.DiscardSubmissionResponse]:
+        """Forgets all results that a submission keeps. Its open tasks go on."""
+
+    @_abc_1.abstractmethod
+    def ListRunners(
+        self,
+        request: _runner_pb2.ListRunnersRequest,
+        context: _aio.ServicerContext[_runner_pb2.ListRunnersRequest, _abc.Awaitable[_runner_pb2.ListRunnersResponse]],
+    ) -> _abc.Awaitable[_runner_pb2.ListRunnersResponse]:
+        """Says what each runner outside the server's own loop is at."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(

@@ -330,22 +330,26 @@ class RetryPolicy(_message.Message):
     MAX_FAILURE_RETRIES_FIELD_NUMBER: _builtins.int
     MAX_LOSS_RETRIES_FIELD_NUMBER: _builtins.int
     MAX_INFRA_REFILLS_FIELD_NUMBER: _builtins.int
+    MAX_RETRIES_FIELD_NUMBER: _builtins.int
     max_failure_retries: _builtins.int
     """After a failure or timeout of the agent. Default 0."""
     max_loss_retries: _builtins.int
     """After a lost worker or node. Default 2."""
     max_infra_refills: _builtins.int
     """After an attempt that the infrastructure failed (OUTCOME_INFRA_*), before it counts as a failure. Default 0."""
+    max_retries: _builtins.int
+    """One budget for failures, timeouts and losses, in place of the first two. Absent: they have their own."""
     def __init__(
         self,
         *,
         max_failure_retries: _builtins.int | None = ...,
         max_loss_retries: _builtins.int | None = ...,
         max_infra_refills: _builtins.int | None = ...,
+        max_retries: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_failure_retries", b"_max_failure_retries", "_max_infra_refills", b"_max_infra_refills", "_max_loss_retries", b"_max_loss_retries", "max_failure_retries", b"max_failure_retries", "max_infra_refills", b"max_infra_refills", "max_loss_retries", b"max_loss_retries"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_failure_retries", b"_max_failure_retries", "_max_infra_refills", b"_max_infra_refills", "_max_loss_retries", b"_max_loss_retries", "_max_retries", b"_max_retries", "max_failure_retries", b"max_failure_retries", "max_infra_refills", b"max_infra_refills", "max_loss_retries", b"max_loss_retries", "max_retries", b"max_retries"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_failure_retries", b"_max_failure_retries", "_max_infra_refills", b"_max_infra_refills", "_max_loss_retries", b"_max_loss_retries", "max_failure_retries", b"max_failure_retries", "max_infra_refills", b"max_infra_refills", "max_loss_retries", b"max_loss_retries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_failure_retries", b"_max_failure_retries", "_max_infra_refills", b"_max_infra_refills", "_max_loss_retries", b"_max_loss_retries", "_max_retries", b"_max_retries", "max_failure_retries", b"max_failure_retries", "max_infra_refills", b"max_infra_refills", "max_loss_retries", b"max_loss_retries", "max_retries", b"max_retries"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_failure_retries: _TypeAlias = _typing.Literal["max_failure_retries"]  # noqa: Y015
     _WhichOneofArgType__max_failure_retries: _TypeAlias = _typing.Literal["_max_failure_retries", b"_max_failure_retries"]  # noqa: Y015
@@ -353,12 +357,16 @@ class RetryPolicy(_message.Message):
     _WhichOneofArgType__max_infra_refills: _TypeAlias = _typing.Literal["_max_infra_refills", b"_max_infra_refills"]  # noqa: Y015
     _WhichOneofReturnType__max_loss_retries: _TypeAlias = _typing.Literal["max_loss_retries"]  # noqa: Y015
     _WhichOneofArgType__max_loss_retries: _TypeAlias = _typing.Literal["_max_loss_retries", b"_max_loss_retries"]  # noqa: Y015
+    _WhichOneofReturnType__max_retries: _TypeAlias = _typing.Literal["max_retries"]  # noqa: Y015
+    _WhichOneofArgType__max_retries: _TypeAlias = _typing.Literal["_max_retries", b"_max_retries"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_failure_retries) -> _WhichOneofReturnType__max_failure_retries | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_infra_refills) -> _WhichOneofReturnType__max_infra_refills | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_loss_retries) -> _WhichOneofReturnType__max_loss_retries | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_retries) -> _WhichOneofReturnType__max_retries | None: ...
 
 Global___RetryPolicy: _TypeAlias = RetryPolicy  # noqa: Y015
 
@@ -406,6 +414,10 @@ class TaskConfig(_message.Message):
     TASK_DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     RETRY_FIELD_NUMBER: _builtins.int
     IS_EVAL_FIELD_NUMBER: _builtins.int
+    MAX_SAMPLES_PER_SUBTASK_FIELD_NUMBER: _builtins.int
+    KEEPS_PARTIAL_FIELD_NUMBER: _builtins.int
+    ATTEMPT_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    HAS_DYNAMIC_TIMEOUT_FIELD_NUMBER: _builtins.int
     task_type: _builtins.str
     """Names the evaluator on the server."""
     repeat_times: _builtins.int
@@ -416,6 +428,14 @@ class TaskConfig(_message.Message):
     """Counted from acceptance. Absent: none."""
     is_eval: _builtins.bool
     """Measures instead of producing training data: evals and training share room by weight."""
+    max_samples_per_subtask: _builtins.int
+    """Samples that run together, by one runner, and are retried together. Default 1; 0: all of them."""
+    keeps_partial: _builtins.bool
+    """A subtask that fails keeps the samples that succeeded, and is not tried again then."""
+    attempt_timeout_seconds: _builtins.float
+    """Of one attempt at a subtask. Absent: no limit of its own."""
+    has_dynamic_timeout: _builtins.bool
+    """An attempt has less time than that once it is known how long subtasks take."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -433,15 +453,27 @@ class TaskConfig(_message.Message):
         task_deadline_seconds: _builtins.float | None = ...,
         retry: Global___RetryPolicy | None = ...,
         is_eval: _builtins.bool = ...,
+        max_samples_per_subtask: _builtins.int | None = ...,
+        keeps_partial: _builtins.bool = ...,
+        attempt_timeout_seconds: _builtins.float | None = ...,
+        has_dynamic_timeout: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_repeat_times", b"_repeat_times", "_task_deadline_seconds", b"_task_deadline_seconds", "repeat_times", b"repeat_times", "retry", b"retry", "sampling", b"sampling", "stopping", b"stopping", "task_deadline_seconds", b"task_deadline_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt_timeout_seconds", b"_attempt_timeout_seconds", "_max_samples_per_subtask", b"_max_samples_per_subtask", "_repeat_times", b"_repeat_times", "_task_deadline_seconds", b"_task_deadline_seconds", "attempt_timeout_seconds", b"attempt_timeout_seconds", "max_samples_per_subtask", b"max_samples_per_subtask", "repeat_times", b"repeat_times", "retry", b"retry", "sampling", b"sampling", "stopping", b"stopping", "task_deadline_seconds", b"task_deadline_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeat_times", b"_repeat_times", "_task_deadline_seconds", b"_task_deadline_seconds", "dataset", b"dataset", "is_eval", b"is_eval", "repeat_times", b"repeat_times", "retry", b"retry", "sampling", b"sampling", "stopping", b"stopping", "task_deadline_seconds", b"task_deadline_seconds", "task_type", b"task_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt_timeout_seconds", b"_attempt_timeout_seconds", "_max_samples_per_subtask", b"_max_samples_per_subtask", "_repeat_times", b"_repeat_times", "_task_deadline_seconds", b"_task_deadline_seconds", "attempt_timeout_seconds", b"attempt_timeout_seconds", "dataset", b"dataset", "has_dynamic_timeout", b"has_dynamic_timeout", "is_eval", b"is_eval", "keeps_partial", b"keeps_partial", "max_samples_per_subtask", b"max_samples_per_subtask", "repeat_times", b"repeat_times", "retry", b"retry", "sampling", b"sampling", "stopping", b"stopping", "task_deadline_seconds", b"task_deadline_seconds", "task_type", b"task_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attempt_timeout_seconds: _TypeAlias = _typing.Literal["attempt_timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__attempt_timeout_seconds: _TypeAlias = _typing.Literal["_attempt_timeout_seconds", b"_attempt_timeout_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__max_samples_per_subtask: _TypeAlias = _typing.Literal["max_samples_per_subtask"]  # noqa: Y015
+    _WhichOneofArgType__max_samples_per_subtask: _TypeAlias = _typing.Literal["_max_samples_per_subtask", b"_max_samples_per_subtask"]  # noqa: Y015
     _WhichOneofReturnType__repeat_times: _TypeAlias = _typing.Literal["repeat_times"]  # noqa: Y015
     _WhichOneofArgType__repeat_times: _TypeAlias = _typing.Literal["_repeat_times", b"_repeat_times"]  # noqa: Y015
     _WhichOneofReturnType__task_deadline_seconds: _TypeAlias = _typing.Literal["task_deadline_seconds"]  # noqa: Y015
     _WhichOneofArgType__task_deadline_seconds: _TypeAlias = _typing.Literal["_task_deadline_seconds", b"_task_deadline_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt_timeout_seconds) -> _WhichOneofReturnType__attempt_timeout_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_samples_per_subtask) -> _WhichOneofReturnType__max_samples_per_subtask | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repeat_times) -> _WhichOneofReturnType__repeat_times | None: ...
     @_typing.overload
@@ -652,6 +684,26 @@ class SampleDone(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TASK_ID_FIELD_NUMBER: _builtins.int
     SAMPLE_NO_FIELD_NUMBER: _builtins.int
     ATTEMPT_NO_FIELD_NUMBER: _builtins.int
@@ -667,6 +719,7 @@ class SampleDone(_message.Message):
     STARTED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     WEIGHT_EPOCH_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     sample_no: _builtins.int
     attempt_no: _builtins.int
@@ -692,6 +745,10 @@ class SampleDone(_message.Message):
     def gpu_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def timings(self) -> Global___Timings: ...
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What its run measured."""
+
     def __init__(
         self,
         *,
@@ -710,10 +767,11 @@ class SampleDone(_message.Message):
         started_unix_seconds: _builtins.float = ...,
         weight_epoch: _builtins.int | None = ...,
         staleness: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_weight_epoch", b"_weight_epoch", "reward", b"reward", "timings", b"timings", "trajectory", b"trajectory", "weight_epoch", b"weight_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight_epoch", b"_weight_epoch", "attempt_no", b"attempt_no", "error", b"error", "gpu_ids", b"gpu_ids", "node_ip", b"node_ip", "outcome", b"outcome", "phase", b"phase", "reward", b"reward", "sample_no", b"sample_no", "staleness", b"staleness", "started_unix_seconds", b"started_unix_seconds", "task_id", b"task_id", "termination_reason", b"termination_reason", "timings", b"timings", "trajectory", b"trajectory", "weight_epoch", b"weight_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight_epoch", b"_weight_epoch", "attempt_no", b"attempt_no", "error", b"error", "gpu_ids", b"gpu_ids", "metrics", b"metrics", "node_ip", b"node_ip", "outcome", b"outcome", "phase", b"phase", "reward", b"reward", "sample_no", b"sample_no", "staleness", b"staleness", "started_unix_seconds", b"started_unix_seconds", "task_id", b"task_id", "termination_reason", b"termination_reason", "timings", b"timings", "trajectory", b"trajectory", "weight_epoch", b"weight_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight_epoch: _TypeAlias = _typing.Literal["weight_epoch"]  # noqa: Y015
     _WhichOneofArgType__weight_epoch: _TypeAlias = _typing.Literal["_weight_epoch", b"_weight_epoch"]  # noqa: Y015

@@ -1,0 +1,194 @@
+"""Children as processes of this machine. Implements `domain.runners.ChildHost`.
+
+Invariants
+  1. A child is a fresh program, never a fork, in a session of its own: killing it kills what its handler has started.
+  2. Its environment holds the listed names of the server's own and what the server sets, nothing else; no variable that
+     changes how programs are loaded gets there, listed or not.
+  3. A child ends with the server: by the kernel's signal, and when it sees its socket closed.
+  4. How it ended is told after its last frame, once nothing of it runs any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from py_scheduler.adapters._frames import FrameProtocol
+from py_scheduler.domain.runners import is_forbidden
+from py_scheduler.errors import RunnerStartError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.runners import RunnerKey, RunnerSettings
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from py_scheduler.worker_main import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_EOF_SECONDS = 1.0
+"""How long a child that has closed its socket may take to end by itself."""
+_STDERR = 2
+_MIB = 1 << 20
+
+
+class ProcessHost:
+    """Starts and ends children."""
+
+    kind = "process"
+
+    async def open(self) -> None: ...
+
+    def key_of(self, token: PlacementToken) -> RunnerKey:
+        # Whatever node the token names, its children run here.
+        return ("", tuple(token.gpu_ids))
+
+    async def launch(self, key: RunnerKey, settings: RunnerSettings) -> ProcessChild:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                _, protocol = await asyncio.get_running_loop().create_unix_connection(FrameProtocol, sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+            try:
+                return ProcessChild(_start(theirs.fileno(), child_environment(os.environ, key, settings)), protocol)
+            except OSError as error:
+                protocol.close()
+                raise RunnerStartError(f"no process could be started: {error}") from error
+
+    async def close(self) -> None: ...
+
+
+def _start(descriptor: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Takes about a millisecond of the loop's.
+
+    Not a loop's own subprocess: uvloop forks and goes on for a while before it execs, and children were seen to crash
+    there. Not in a thread: the kernel would end a child with that thread.
+    """
+    return subprocess.Popen(  # noqa: S603 -- this program itself
+        [
+            sys.executable,
+            # Nothing of the environment's, nor of the folder that it is started in, decides what is imported.
+            "-I",
+            "-c",
+            _BOOT,
+            str(descriptor),
+            str(os.getpid()),
+            json.dumps(import_path()),
+        ],
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        # What handlers print is no part of what the server says on its own standard output.
+        stdout=_STDERR,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+class ProcessChild:
+    """One process. Implements `domain.runners.Child`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], protocol: FrameProtocol) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._protocol = protocol
+        self._why = ""
+        self._on_end: Callable[[str], None] | None = None
+        self._how = ""
+        self._loop = asyncio.get_running_loop()
+        self._exited = asyncio.Event()
+        threading.Thread(target=self._wait, name=f"wait for {self.pid}", daemon=True).start()
+        self.watch = asyncio.get_running_loop().create_task(self._watch())
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None and not self._protocol.lost.is_set()
+
+    def send(self, frame: bytes) -> None:
+        self._protocol.send(frame)
+
+    def listen(self, on_frame: Callable[[bytes], None], on_end: Callable[[str], None]) -> None:
+        self._protocol.listen(on_frame)
+        if self._how:
+            on_end(self._how)
+        else:
+            self._on_end = on_end
+
+    def kill(self, why: str = "") -> None:
+        if self._process.returncode is None:
+            self._why = self._why or why
+        self._kill_session()
+
+    def resident_mib(self) -> float | None:
+        try:
+            pages = int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1])
+        except (OSError, IndexError):
+            return None
+        return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
+
+    def _kill_session(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # Nothing of it is left.
+
+    def _wait(self) -> None:
+        """In a thread: nothing else tells a loop of any kind that a process has ended."""
+        self._process.wait()
+        with suppress(RuntimeError):  # The loop is closed: nobody asks any more.
+            self._loop.call_soon_threadsafe(self._exited.set)
+
+    async def _watch(self) -> None:
+        exited = asyncio.ensure_future(self._exited.wait())
+        lost = asyncio.ensure_future(self._protocol.lost.wait())
+        await asyncio.wait([exited, lost], return_when=asyncio.FIRST_COMPLETED)
+        if not exited.done():
+            await asyncio.wait([exited], timeout=_EOF_SECONDS)
+        # What its handler has started may hold the socket open, and is of no use without it.
+        self._kill_session()
+        await exited
+        await lost
+        assert self._process.returncode is not None
+        self._how = how_it_ended(self._process.returncode, self._why)
+        if self._on_end is not None:
+            self._on_end(self._how)
+
+
+def import_path() -> list[str]:
+    """Where this process finds its modules, whatever folder others are started in."""
+    return [str(Path(folder).absolute()) for folder in sys.path]
+
+
+def how_it_ended(return_code: int, why: str = "") -> str:
+    """`exit status 1`, `signal SIGKILL`; with why, when it was the server that killed it."""
+    if return_code >= 0:
+        how = f"exit status {return_code}"
+    else:
+        try:
+            how = f"signal {signal.Signals(-return_code).name}"
+        except ValueError:
+            how = f"signal {-return_code}"
+    return f"{why} ({how})" if why else how
+
+
+def child_environment(environment: Mapping[str, str], key: RunnerKey, settings: RunnerSettings) -> dict[str, str]:
+    """The listed names of the server's own environment, and the GPUs of the token."""
+    said = {name: environment[name] for name in settings.environment if name in environment and not is_forbidden(name)}
+    _node_ip, gpu_ids = key
+    if gpu_ids is not None:
+        said[GPU_VARIABLE] = ",".join(map(str, gpu_ids))
+    elif GPU_VARIABLE in environment:
+        said[GPU_VARIABLE] = environment[GPU_VARIABLE]
+    return said

@@ -1,0 +1,351 @@
+"""Children as actors of a Ray cluster. Implements `domain.runners.ChildHost`.
+
+PlacementPool decides and Ray obeys: an actor is bound to the node that its token names and takes nothing of Ray's own
+accounts. What a server and an actor say to one another goes past Ray, over TCP (`domain/runner_frames.py`).
+
+Invariants
+  1. A connection is nobody's until its first frame, a small one, has said the secret of an actor that is being started;
+     each secret opens one connection, once.
+  2. An actor runs on the node that was asked for, or not at all.
+  3. An actor ends with its connection, and the connection is cut when Ray says that the actor has ended.
+  4. Nobody waits for Ray in the loop: its calls are made in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import importlib
+import logging
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from py_scheduler.adapters._frames import FrameProtocol
+from py_scheduler.domain.runner_frames import Hello, read_child_frame
+from py_scheduler.domain.runners import DEFAULT_ENVIRONMENT, is_forbidden
+from py_scheduler.errors import RunnerStartError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.runners import RaySettings, RunnerKey, RunnerSettings
+
+_log = logging.getLogger(__name__)
+
+_HELLO_SECONDS = 10.0
+_MAX_HELLO_BYTES = 4_096
+_WATCH_SECONDS = 1.0
+_END_SECONDS = 5.0
+"""How long Ray may take to say that an actor has ended; a node that is gone says nothing for half a minute."""
+_SECRET_BYTES = 32
+_MAX_HOW = 300
+_ENTRY = "py_scheduler.worker_main"
+
+
+class RayChild:
+    """The actor. It is a child like any other, once it is connected."""
+
+    def play(self, host: str, port: int, secret: str, variables: dict[str, str]) -> None:
+        """Returns when the server lets it go."""
+        os.environ.update(variables)
+        connected = socket.create_connection((host, port))
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # By name, because what composes a child stands above the adapters.
+        importlib.import_module(_ENTRY).serve(connected, secret)
+
+
+class RayHost:
+    """For any number of users, between `open` and `close` of each.
+
+    `node_changed(node, is_there)` is told when nodes of the cluster come and go.
+    """
+
+    kind = "ray"
+
+    def __init__(self, settings: RaySettings) -> None:
+        self._settings = settings
+        self._users = 0
+        self._opening = asyncio.Lock()
+        self._ray: Any = None
+        self._actor_class: Any = None
+        self._server: asyncio.Server | None = None
+        self._address = ("", 0)
+        self._expected: dict[bytes, tuple[str, asyncio.Future[tuple[FrameProtocol, int]]]] = {}
+        self._children: set[RayActor] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self.node_changed: Callable[[str, bool], None] = lambda _node, _is_there: None
+
+    def key_of(self, token: PlacementToken) -> RunnerKey:
+        return (token.node_ip, tuple(token.gpu_ids))
+
+    async def open(self) -> None:
+        async with self._opening:
+            if self._users == 0:
+                await self._open()
+            self._users += 1
+
+    async def close(self) -> None:
+        async with self._opening:
+            self._users -= 1
+            if self._users == 0:
+                await self._close()
+
+    async def _open(self) -> None:
+        """Connects to the cluster and listens for actors."""
+        try:
+            self._ray = await asyncio.to_thread(_connected_ray, self._settings.address)
+        except Exception as error:
+            raise RunnerStartError(f"ray.address: no Ray cluster could be reached: {error}") from error
+        self._actor_class = self._ray.remote(num_cpus=0, max_restarts=0)(RayChild)
+        host, _, port = self._settings.listen.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(lambda: _Newcomer(self._admit), host.strip("[]"), int(port))
+        except OSError as error:
+            raise RunnerStartError(f"ray.listen: {self._settings.listen} cannot be had: {error}") from error
+        self._address = (self._settings.advertised_host or host.strip("[]"), _port_of(self._server))
+        self._watcher = loop.create_task(self._watch_nodes())
+
+    async def _close(self) -> None:
+        """Ends every actor. The connection to the cluster stays: others of this process may use it."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait([self._watcher])
+        children = [*self._children]
+        for child in children:
+            child.kill("the server is ending")
+        if children:
+            await asyncio.wait([child.watch for child in children])
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    # Starting
+
+    async def launch(self, key: RunnerKey, settings: RunnerSettings) -> RayActor:
+        node, gpu_ids = key
+        node_id = await self._node_id(node) if node else None
+        secret = secrets.token_urlsafe(_SECRET_BYTES)
+        arrived: asyncio.Future[tuple[FrameProtocol, int]] = asyncio.get_running_loop().create_future()
+        self._expected[_digest(secret)] = (secret, arrived)
+        variables = actor_environment(os.environ, gpu_ids, settings)
+        actor, ended = await asyncio.to_thread(self._start_actor, node_id, secret, variables)
+        over = asyncio.wrap_future(ended)
+        try:
+            await asyncio.wait([arrived, over], return_when=asyncio.FIRST_COMPLETED)
+            if not arrived.done():
+                raise RunnerStartError(f"the actor ended before it had connected: {how_it_ended(over)}")
+            protocol, pid = arrived.result()
+        except BaseException:
+            self._ray.kill(actor, no_restart=True)
+            await asyncio.wait([over])
+            over.exception()
+            raise
+        finally:
+            self._expected.pop(_digest(secret), None)
+        child = RayActor(self._ray, actor, over, protocol, pid, node)
+        self._children.add(child)
+        child.watch.add_done_callback(lambda _: self._children.discard(child))
+        return child
+
+    def _start_actor(self, node_id: str | None, secret: str, variables: dict[str, str]) -> tuple[Any, Any]:
+        """In a thread: the actor, and a future of its end."""
+        options: dict[str, Any] = {}
+        if node_id is not None:
+            strategies = importlib.import_module("ray.util.scheduling_strategies")
+            options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+        actor = self._actor_class.options(**options).remote()
+        return actor, actor.play.remote(*self._address, secret, variables).future()
+
+    def _admit(self, protocol: FrameProtocol, hello: Hello) -> bool:
+        """Whether it is an actor that is waited for."""
+        secret, arrived = self._expected.get(_digest(hello.secret), ("", None))
+        if arrived is None or arrived.done() or not hmac.compare_digest(secret.encode(), hello.secret.encode()):
+            return False
+        arrived.set_result((protocol, hello.pid))
+        return True
+
+    # Nodes
+
+    async def _node_id(self, node: str) -> str:
+        nodes = await self.nodes()
+        if node not in nodes:
+            known = ", ".join(nodes) or "none"
+            raise RunnerStartError(
+                f"no live Ray node is called {node!r} (there are: {known}): name nodes in the cluster layout by their "
+                f"address, or start them with the label {self._settings.node_label}={node}"
+            )
+        return nodes[node]
+
+    async def nodes(self) -> dict[str, str]:
+        """The Ray ids of the live nodes, by the name that the cluster layout has for them."""
+        found: Iterable[Mapping[str, Any]] = await asyncio.to_thread(self._ray.nodes)
+        label = self._settings.node_label
+        return {
+            str(node.get("Labels", {}).get(label) or node["NodeManagerAddress"]): str(node["NodeID"])
+            for node in found
+            if node["Alive"]
+        }
+
+    async def _watch_nodes(self) -> None:
+        """Ray tells nobody when a node goes, so it is asked."""
+        known = set(await self.nodes())
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            try:
+                now = set(await self.nodes())
+            except Exception as error:  # noqa: BLE001 -- whatever Ray raises, it may answer the next time
+                _log.warning("Ray does not say which nodes it has: %s", error)
+                continue
+            for node in sorted(known - now):
+                _log.warning("Ray node %s is gone", node)
+                for child in [child for child in self._children if child.node == node]:
+                    child.kill(f"its node {node} is gone")
+                self.node_changed(node, False)
+            for node in sorted(now - known):
+                _log.info("Ray node %s is there", node)
+                self.node_changed(node, True)
+            known = now
+
+
+class RayActor:
+    """One actor. Implements `domain.runners.Child`."""
+
+    def __init__(
+        self, ray: Any, actor: Any, over: asyncio.Future[Any], protocol: FrameProtocol, pid: int, node: str
+    ) -> None:
+        self.pid = pid
+        self.node = node
+        self._ray = ray
+        self._actor = actor
+        self._over = over
+        self._protocol = protocol
+        self._why = ""
+        self._how = ""
+        self._on_end: Callable[[str], None] | None = None
+        self.watch = asyncio.get_running_loop().create_task(self._watch())
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._over.done() and not self._protocol.lost.is_set()
+
+    def send(self, frame: bytes) -> None:
+        self._protocol.send(frame)
+
+    def listen(self, on_frame: Callable[[bytes], None], on_end: Callable[[str], None]) -> None:
+        self._protocol.listen(on_frame)
+        if self._how:
+            on_end(self._how)
+        else:
+            self._on_end = on_end
+
+    def kill(self, why: str = "") -> None:
+        if not self._over.done():
+            self._why = self._why or why
+        # Returns at once; Ray may take a while, and meanwhile nothing that it says is heard.
+        self._ray.kill(self._actor, no_restart=True)
+        self._protocol.close()
+
+    def resident_mib(self) -> float | None:
+        return None  # On another machine: what Ray kills for memory ends like anything that dies.
+
+    async def _watch(self) -> None:
+        lost = asyncio.ensure_future(self._protocol.lost.wait())
+        await asyncio.wait([self._over, lost], return_when=asyncio.FIRST_COMPLETED)
+        self._protocol.close()
+        await lost
+        if not self._over.done():
+            # Its end of the connection is its own: without one it has ended, or ends now.
+            self._ray.kill(self._actor, no_restart=True)
+            await asyncio.wait([self._over], timeout=_END_SECONDS)
+        how = how_it_ended(self._over) if self._over.done() else "its connection broke"
+        self._over.add_done_callback(_hear)
+        self._how = f"{self._why} ({how})" if self._why else how
+        if self._on_end is not None:
+            self._on_end(self._how)
+
+
+def _hear(over: asyncio.Future[Any]) -> None:
+    """Late news of an end that was told already."""
+    if not over.cancelled():
+        over.exception()
+
+
+class _Newcomer(FrameProtocol):
+    """A connection that has not said yet whose it is."""
+
+    def __init__(self, admit: Callable[[FrameProtocol, Hello], bool]) -> None:
+        super().__init__(max_bytes=_MAX_HELLO_BYTES)
+        self._admit = admit
+        self._limit: asyncio.TimerHandle | None = None
+        self.listen(self._greeted)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        bound = transport.get_extra_info("socket")
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._limit = asyncio.get_running_loop().call_later(_HELLO_SECONDS, self.close)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        if self._limit is not None:
+            self._limit.cancel()
+
+    def _greeted(self, data: bytes) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        try:
+            hello = read_child_frame(data)
+        except (msgspec.ValidationError, msgspec.DecodeError):
+            hello = None
+        self.hold()
+        if not isinstance(hello, Hello) or not self._admit(self, hello):
+            _log.warning("a connection to the runners' port was refused: it did not say a secret that is waited for")
+            self.close()
+
+
+def actor_environment(
+    environment: Mapping[str, str], gpu_ids: tuple[int, ...] | None, settings: RunnerSettings
+) -> dict[str, str]:
+    """What an actor gets beside its node's own: the listed names, but those that are each machine's own; its GPUs."""
+    said = {
+        name: environment[name]
+        for name in settings.environment
+        if name in environment and name not in DEFAULT_ENVIRONMENT and not is_forbidden(name)
+    }
+    if gpu_ids is not None:
+        said["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+    return said
+
+
+def how_it_ended(over: asyncio.Future[Any]) -> str:
+    """What Ray says of it, in one line."""
+    error = asyncio.CancelledError() if over.cancelled() else over.exception()
+    if error is None:
+        return "the actor returned"
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:_MAX_HOW]}"
+
+
+def _connected_ray(address: str) -> Any:
+    """In a thread. Raises what Ray raises, ImportError included."""
+    ray = importlib.import_module("ray")
+    if not ray.is_initialized():
+        ray.init(address=address or None, log_to_driver=False, configure_logging=False)
+    return ray
+
+
+def _port_of(server: asyncio.Server) -> int:
+    port: int = server.sockets[0].getsockname()[1]
+    return port
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,132 @@
+"""SchedulerRolloutManager (seed 1): a Ray actor that hosts a TaskScheduler, for training loops that live inside Ray.
+
+    Manager = rollout_manager_actor()                       # a Ray actor class
+    manager = Manager.options(name="rollouts").remote(Path("server.toml").read_text(), "/shared/run")
+    ray.get(manager.start.remote())
+    for rollout_id in range(ray.get(manager.next_rollout_id.remote()), 5):
+        result = ray.get(manager.execute_rollout.remote(rollout_id))
+
+The scheduler in it is plain async Python, as in any other process: the actor takes no CPU and no GPU of Ray's accounts,
+and only the engines that it asks hold an allocation of theirs.
+
+Invariant: between `start` and `close` one task of the actor's own loop holds one TaskScheduler, whichever calls come
+and go; what was started is ended by `close`, and otherwise with the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from py_scheduler.app.serving import in_process
+from py_scheduler.config import parse_config
+from py_scheduler.domain.generation import PauseMode, WeightUpdate
+from py_scheduler.errors import FailedPreconditionError
+
+if TYPE_CHECKING:
+    from py_scheduler.domain.generation import GenerationState
+    from py_scheduler.domain.runners import RunnerView
+    from py_scheduler.interfaces.step_results import EvalResult, RolloutResult
+    from py_scheduler.interfaces.task_scheduler import TaskScheduler
+
+_log = logging.getLogger(__name__)
+
+
+class SchedulerRolloutManager:
+    """Hosts one TaskScheduler. Usable without Ray too: nothing here knows where it runs.
+
+    config: the text of a configuration file, so that any node can host it. base_dir: what its relative paths count
+    from, on the node of the actor; its handlers may lie there.
+    """
+
+    def __init__(self, config: str, base_dir: str = ".") -> None:
+        self._config = parse_config(config)
+        self._base_dir = Path(base_dir).resolve()
+        self._scheduler: asyncio.Future[TaskScheduler] | None = None
+        self._ending = asyncio.Event()
+        self._host: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Starts engines, runners and scheduler; the iteration that is next. Again, it only says that.
+
+        Raises ConfigError, EngineUnavailableError, RunnerStartError.
+        """
+        if self._host is None:
+            self._scheduler = asyncio.get_running_loop().create_future()
+            self._host = asyncio.create_task(self._hold(self._scheduler))
+        assert self._scheduler is not None
+        try:
+            return (await asyncio.shield(self._scheduler)).next_rollout_id
+        except Exception:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Aborts what is open and ends everything; may be followed by `start`."""
+        host, self._host, self._scheduler = self._host, None, None
+        if host is not None:
+            self._ending.set()
+            await asyncio.wait([host])
+            self._ending.clear()
+
+    async def _hold(self, ready: asyncio.Future[TaskScheduler]) -> None:
+        if str(self._base_dir) not in sys.path:
+            sys.path.append(str(self._base_dir))
+        try:
+            async with in_process(self._config, self._base_dir) as scheduler:
+                _log.info("the rollout manager is ready, iteration %d is next", scheduler.next_rollout_id)
+                ready.set_result(scheduler)
+                await self._ending.wait()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    async def next_rollout_id(self) -> int:
+        return self._started.next_rollout_id
+
+    async def execute_rollout(
+        self, rollout_id: int, groups: int | None = None, samples: int | None = None
+    ) -> RolloutResult:
+        """As `TaskScheduler.execute_rollout`."""
+        return await self._started.execute_rollout(rollout_id, groups=groups, samples=samples)
+
+    async def execute_eval(self, rollout_id: int, samples: int | None = None) -> EvalResult:
+        """As `TaskScheduler.execute_eval`; may run beside a rollout."""
+        return await self._started.execute_eval(rollout_id, samples=samples)
+
+    async def pause(self, role: str = "student", mode: str = "abort") -> GenerationState:
+        """Holds generation before new weights are written. Raises as the gateway's `pause`."""
+        return await self._started.engine.generation.pause(role, PauseMode(mode))
+
+    async def update_weights(self, model_path: str, weight_version: str, role: str = "student") -> GenerationState:
+        update = WeightUpdate(model_path=model_path, weight_version=weight_version)
+        return await self._started.engine.generation.update_weights(role, update)
+
+    async def resume(self, role: str = "student") -> GenerationState:
+        return await self._started.engine.generation.resume(role)
+
+    async def runners(self) -> list[RunnerView]:
+        return self._started.engine.runner_views()
+
+    @property
+    def _started(self) -> TaskScheduler:
+        if self._scheduler is None or not self._scheduler.done():
+            raise FailedPreconditionError("the rollout manager is not started (any more): call start first")
+        return self._scheduler.result()
+
+
+def rollout_manager_actor(**options: Any) -> Any:
+    """The manager as a Ray actor class; options as for `ray.remote`, under which it takes no CPU.
+
+    Raises FailedPreconditionError without Ray.
+    """
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise FailedPreconditionError("Ray is not installed: install py-scheduler[ray]") from error
+    return ray.remote(**{"num_cpus": 0} | options)(SchedulerRolloutManager)

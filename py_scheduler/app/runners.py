@@ -1,0 +1,88 @@
+"""The runners of evaluators that are not played in the server's loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from py_scheduler.adapters.process_runner import ProcessHost, import_path
+from py_scheduler.domain.runners import HandlerPlan
+from py_scheduler.errors import AlreadyExistsError, NotFoundError
+from py_scheduler.execution.child_runner import ANYWHERE, ChildRunner
+from py_scheduler.rollout.environment import variables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from py_scheduler.adapters.ray_runner import RayHost
+    from py_scheduler.config import Config
+    from py_scheduler.domain.ports import Clock
+    from py_scheduler.domain.resources import NodeResource
+    from py_scheduler.domain.runners import ChildHost
+    from py_scheduler.placement import PlacementPool
+    from py_scheduler.scheduler.engine import Engine
+
+
+def build_runners(
+    config: Config, pool: PlacementPool | None, ray: RayHost | None, clock: Clock
+) -> dict[str, ChildRunner]:
+    """By evaluator_id; evaluators that are not there are played in the loop. Nothing is started here."""
+    hosts: dict[str, ChildHost] = {"process": ProcessHost()}
+    if ray is not None:
+        hosts["ray"] = ray
+    return {
+        evaluator.evaluator_id: ChildRunner(
+            evaluator.evaluator_id,
+            HandlerPlan(name=evaluator.handler, arguments=evaluator.handler_args, key=f"evaluator[{number}]"),
+            hosts[evaluator.runner],
+            evaluator.runner_settings,
+            clock,
+            variables,
+            import_path=import_path(),
+            first_key=ANYWHERE if pool is None or evaluator.runner == "ray" else ("", ()),
+        )
+        for number, evaluator in enumerate(config.evaluator)
+        if evaluator.runner != "inline"
+    }
+
+
+def build_ray(config: Config) -> RayHost | None:
+    """None when no evaluator runs there."""
+    if all(evaluator.runner != "ray" for evaluator in config.evaluator):
+        return None
+    from py_scheduler.adapters.ray_runner import RayHost  # noqa: PLC0415 - most servers need none
+
+    return RayHost(config.ray)
+
+
+class NodesOfRay:
+    """Lets the pool's nodes go and come with those of the Ray cluster.
+
+    Nodes of the cluster that the layout does not name are none of the pool's.
+    """
+
+    def __init__(
+        self, pool: PlacementPool, nodes: Sequence[NodeResource], runners: Sequence[ChildRunner], engine: Engine
+    ) -> None:
+        self._pool = pool
+        self._nodes = {node.node_ip: node for node in nodes}
+        self._runners = runners
+        self._engine = engine
+
+    def changed(self, node: str, is_there: bool) -> None:
+        if node not in self._nodes:
+            return
+        for runner in self._runners:
+            if is_there:
+                runner.add_node(node)
+            else:
+                runner.drop_node(node)
+        try:
+            if is_there:
+                self._pool.add_node(self._nodes[node])
+            else:
+                self._pool.remove_node(node)
+        except AlreadyExistsError:  # What ran on it has not ended yet.
+            self._pool.resume_node(node)
+        except NotFoundError:
+            pass  # It was gone before.
+        self._engine.nodes_have_changed()

@@ -1,0 +1,62 @@
+"""A configuration for those who have no Trinity; the names and defaults are Trinity's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+def _no_model(_engine_id: int) -> object:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """open_model: makes what workflows get as their `model`, of the engine with that number. A `model_version` that it
+    has is noted with each experience.
+    """
+
+    engine_num: int = 1
+    open_model: Callable[[int], object] = _no_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverRolloutConfig:
+    """See `protocols.OverRolloutConfig`."""
+
+    wait_after_min: float = 30.0
+    return_partial_tasks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicTimeoutConfig:
+    """See `protocols.DynamicTimeoutConfig`."""
+
+    enable: bool = False
+    warmup_min_steps: int = 1
+    ratio: float = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplorerConfig:
+    """See `protocols.ExplorerConfig`."""
+
+    runner_per_model: int = 8
+    runner_prepare_concurrency: int = 8
+    runner_prepare_max_retries: int = 2
+    runner_state_report_interval: float = 0.0
+    max_timeout: float = 1800.0
+    max_retry_times: int = 2
+    max_repeat_times_per_runner: int | None = None
+    concurrent_mode: str = "sequential"
+    rollout_model: ModelConfig = ModelConfig()
+    auxiliary_models: Sequence[ModelConfig] = ()
+    over_rollout: OverRolloutConfig = OverRolloutConfig()
+    dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Implements `protocols.Config`."""
+
+    explorer: ExplorerConfig = field(default_factory=ExplorerConfig)

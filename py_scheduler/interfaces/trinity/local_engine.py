@@ -1,0 +1,267 @@
+"""An engine whose nodes are runners: composed here, for a Scheduler or for a runner by itself.
+
+A task of seed 2 is an object of the caller's own process. The engine knows it by a client key; what it is, stands here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from typing import TYPE_CHECKING
+
+from py_scheduler.adapters.loop_clock import LoopClock
+from py_scheduler.adapters.memory_journal import MemoryJournal
+from py_scheduler.domain.collecting import CollectReply, CollectRequest
+from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
+from py_scheduler.domain.limits import MAX_COLLECT_SECONDS
+from py_scheduler.domain.metrics import TASK_SECONDS
+from py_scheduler.domain.requests import AbortRequest, Delivery, SubmissionSelector, SubmitRequest
+from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
+from py_scheduler.errors import FailedPreconditionError, SchedulerError
+from py_scheduler.interfaces.trinity.runner_pool import RUN_ID_BASE, RunnerPool, slot_on
+from py_scheduler.scheduler.dynamic_timeout import DynamicTimeoutSettings
+from py_scheduler.scheduler.engine import Engine
+from py_scheduler.scheduler.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from py_scheduler.domain.task import BatchId
+    from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
+    from py_scheduler.interfaces.trinity.protocols import Config, RunStatus
+    from py_scheduler.interfaces.trinity.runner_wrapper import RunnerWrapper
+    from py_scheduler.scheduler.records import SubmissionRecord
+
+_WORKFLOW = "workflow"
+_PINNED = "pinned"
+"""The namespace of sub-tasks that one runner only may play; there they are in no batch's way."""
+_RETAINED_EVENTS = 1_024
+_RETAINED_BYTES = 1 << 20
+"""Nobody watches this engine: what was collected need not stay in its journal."""
+
+
+def default_timeout(config: Config) -> float:
+    """Seconds: what all tries at a sub-task may take together."""
+    return config.explorer.max_timeout * (config.explorer.max_retry_times + 1)
+
+
+class LocalEngine:
+    """The engine, its runners, and the tasks that they play. `wrappers`: by client key, until they are forgotten."""
+
+    def __init__(self, config: Config, runner_ids: Iterable[int], stop_grace_seconds: float = 5.0) -> None:
+        self._config = config
+        self.wrappers: dict[str, TaskWrapper] = {}
+        self._keys = itertools.count()
+        self._keys_of: dict[BatchId, set[str]] = {}
+        self.runners = RunnerPool(lambda task: self.wrappers[task.client_key], self._on_room)
+        specs = [_spec(_WORKFLOW, None), *(_spec(_pinned_to(runner_id), runner_id) for runner_id in runner_ids)]
+        self.engine = Engine(
+            specs=specs,
+            pool=self.runners.placement,
+            generation_engines={},
+            journal=MemoryJournal(retained_events=_RETAINED_EVENTS, retained_bytes=_RETAINED_BYTES),
+            clock=LoopClock(),
+            settings=_settings(config, stop_grace_seconds),
+            runners={spec.evaluator_id: self.runners for spec in specs},
+        )
+
+    def _on_room(self) -> None:
+        self.engine.nodes_have_changed()
+
+    async def open(self) -> None:
+        """Starts the engine; its runners join it later. Once only."""
+        await self.engine.__aenter__()
+
+    async def close(self) -> None:
+        """Ends the engine and its runners, whatever they are at."""
+        await self.runners.dismiss(0.0)
+        await self.engine.__aexit__(None, None, None)
+
+    def submit(self, wrappers: Sequence[TaskWrapper], batch_id: BatchId) -> None:
+        """Hands tasks of one batch in, for any runner to play. Raises what `Engine.accept` raises; then none is in."""
+        explorer = self._config.explorer
+        request = self._request(
+            SubmissionKey(batch_id),
+            [
+                (
+                    wrapper,
+                    TaskConfig(
+                        task_type=_WORKFLOW,
+                        repeat_times=wrapper.total_runs,
+                        is_eval=bool(wrapper.task.is_eval),
+                        max_samples_per_subtask=explorer.max_repeat_times_per_runner,
+                        keeps_partial=explorer.over_rollout.return_partial_tasks,
+                        attempt_timeout_seconds=default_timeout(self._config),
+                        has_dynamic_timeout=True,
+                        retry=RetryPolicy(max_retries=explorer.max_retry_times),
+                    ),
+                )
+                for wrapper in wrappers
+            ],
+        )
+        try:
+            self.engine.accept(request)
+        except SchedulerError:
+            for task in request.tasks:
+                del self.wrappers[task.client_key]
+            raise
+        self._keys_of.setdefault(batch_id, set()).update(task.client_key for task in request.tasks)
+
+    @property
+    def batch_ids(self) -> list[BatchId]:
+        """Of what is open or to be collected, in the order in which it was handed in."""
+        return list(self._keys_of)
+
+    def record_of(self, batch_id: BatchId) -> SubmissionRecord | None:
+        """What the ledger has of a batch."""
+        return self.engine.ledger.submission_of_key(SubmissionKey(batch_id))
+
+    def shown(self, client_key: str) -> TaskWrapper:
+        """A task as it stands now."""
+        wrapper = self.wrappers[client_key]
+        record = self.record_of(wrapper.batch_id)
+        for task in () if record is None else record.open_tasks.values():
+            if task.task.client_key == client_key:
+                wrapper.show(task)
+        return wrapper
+
+    def forget_drained(self, batch_id: BatchId) -> None:
+        """Drops the batch's tasks that are neither open nor to be collected any more."""
+        record, known = self.record_of(batch_id), self._keys_of.pop(batch_id, set())
+        left = set() if record is None else record.client_keys.union(_collectable_keys(record))
+        for client_key in known - left:
+            del self.wrappers[client_key]
+        if known & left:
+            self._keys_of[batch_id] = known & left
+
+    def _request(
+        self, key: SubmissionKey, tasks: list[tuple[TaskWrapper, TaskConfig]], run_id_base: int = 0
+    ) -> SubmitRequest:
+        made = []
+        metadata = {RUN_ID_BASE: run_id_base} if run_id_base else {}
+        for wrapper, config in tasks:
+            client_key = wrapper.client_key = str(next(self._keys))
+            self.wrappers[client_key] = wrapper
+            made.append(Task(config=config, client_key=client_key, metadata=metadata))
+        return SubmitRequest(request_id=_fresh_id(), key=key, tasks=tuple(made), delivery=Delivery.COLLECT)
+
+    async def collect(self, request: CollectRequest) -> CollectReply:
+        """Hands results out and acknowledges them at once: in one process nothing gets lost on the way."""
+        # Who asks again and again without a wait of its own would otherwise never let the work go on.
+        await asyncio.sleep(0)
+        reply = await self.engine.collect(request)
+        await self.engine.ack_results(request.namespace, request.request_id)
+        return reply
+
+    async def run_once(
+        self,
+        runner: RunnerWrapper,
+        task: TaskWrapper,
+        repeat_times: int,
+        run_id_base: int,
+        timeout: float,
+        collect_partial_runs: bool,
+    ) -> tuple[RunStatus, bytes, float]:
+        """See `RunnerWrapper.run_with_retry`; the seconds are those of the whole call, the wait for the runner
+        included.
+        """
+        if not self.engine.is_running:
+            raise FailedPreconditionError("the scheduler of this runner is not running: start() it first")
+        config = TaskConfig(
+            task_type=_pinned_to(runner.runner_id),
+            repeat_times=repeat_times,
+            is_eval=True,  # It is no part of a training step, whatever the task is for.
+            max_samples_per_subtask=None,
+            keeps_partial=collect_partial_runs,
+            attempt_timeout_seconds=timeout,
+            retry=RetryPolicy(max_retries=self._config.explorer.max_retry_times),
+        )
+        began_at = time.monotonic()
+        key = SubmissionKey(f"{task.batch_id}/{_fresh_id()}", _PINNED)
+        request = self._request(key, [(task, config)], run_id_base)
+        submission_id = self.engine.accept(request).submission_id
+        try:
+            reply = await self.collect(
+                CollectRequest(
+                    request_id=_fresh_id(),
+                    submission_id=submission_id,
+                    namespace=_PINNED,
+                    timeout_seconds=MAX_COLLECT_SECONDS,
+                )
+            )
+        except asyncio.CancelledError:
+            selector = SubmissionSelector(submission_id=submission_id, namespace=_PINNED)
+            await self.engine.abort(AbortRequest(selector=selector, reason="given up by its caller"))
+            raise
+        finally:
+            del self.wrappers[request.tasks[0].client_key]
+        (result,) = reply.results
+        seconds = time.monotonic() - began_at
+        metrics = [dict(sample.metrics) for sample in result.samples if sample.is_scored]
+        status = runner.status_class(
+            result.completed_runs, result.total_runs, [*metrics, {TASK_SECONDS: seconds}], result.message or None
+        )
+        return status, b"".join(result.payloads), seconds
+
+
+def _settings(config: Config, stop_grace_seconds: float) -> EngineSettings:
+    explorer = config.explorer
+    dynamic = explorer.dynamic_timeout
+    return EngineSettings(
+        # Steps and evals stand in one order (seed 2, Order); what waits as long as a task may take goes first all the
+        # same, so that nothing is starved by a backlog.
+        eval_weight="by_batch_id",
+        max_wait_seconds=explorer.max_timeout,
+        has_fixed_nodes=False,
+        stop_grace_seconds=stop_grace_seconds,
+        wait_after_min_seconds=explorer.over_rollout.wait_after_min,
+        dynamic_timeout=DynamicTimeoutSettings(ratio=dynamic.ratio, warmup_min_steps=dynamic.warmup_min_steps)
+        if dynamic.enable
+        else None,
+        retained_events=_RETAINED_EVENTS,
+        retained_bytes=_RETAINED_BYTES,
+    )
+
+
+def _collectable_keys(record: SubmissionRecord) -> Iterable[str]:
+    return (result.client_key for result in record.kept.collectable.values())
+
+
+def _spec(evaluator_id: str, runner_id: int | None) -> EvaluatorSpec:
+    slot = slot_on(runner_id)
+    return EvaluatorSpec(
+        evaluator_id=evaluator_id,
+        handler=BaseAgent(),
+        resource=slot_on(None),
+        run_resource=slot,
+        eval_resource=slot,
+        admits_subtasks_alone=True,
+    )
+
+
+def _pinned_to(runner_id: int) -> str:
+    return f"{_WORKFLOW}-on-{runner_id}"
+
+
+def _fresh_id() -> str:
+    return os.urandom(8).hex()
+
+
+async def run_alone(
+    runner: RunnerWrapper,
+    task: TaskWrapper,
+    repeat_times: int,
+    run_id_base: int,
+    timeout: float,
+    collect_partial_runs: bool,
+) -> tuple[RunStatus, bytes, float]:
+    """`LocalEngine.run_once` for a prepared runner that belongs to no scheduler."""
+    local = LocalEngine(runner.config, [runner.runner_id])
+    await local.open()
+    try:
+        local.runners.join(runner)
+        return await local.run_once(runner, task, repeat_times, run_id_base, timeout, collect_partial_runs)
+    finally:
+        await local.close()

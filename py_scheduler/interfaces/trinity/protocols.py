@@ -1,0 +1,153 @@
+"""What the Scheduler of seed 2 asks of its configuration, its tasks and their workflows; Trinity's own have all of it.
+
+`workflows.py` and `config.py` beside this file have plain classes that fit, for whoever has no Trinity.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from py_scheduler.domain.task import BatchId
+
+
+class ModelConfig(Protocol):
+    """A model that runners use. engine_num: how many engines serve it."""
+
+    @property
+    def engine_num(self) -> int: ...
+
+
+class OverRolloutConfig(Protocol):
+    """wait_after_min: seconds in which more may come once `min_num` tasks are there. return_partial_tasks: whether runs
+    that succeeded are kept where others of their sub-task failed.
+    """
+
+    @property
+    def wait_after_min(self) -> float: ...
+
+    @property
+    def return_partial_tasks(self) -> bool: ...
+
+
+class DynamicTimeoutConfig(Protocol):
+    """See `Scheduler.dynamic_timeout`."""
+
+    @property
+    def enable(self) -> bool: ...
+
+    @property
+    def warmup_min_steps(self) -> int: ...
+
+    @property
+    def ratio(self) -> float: ...
+
+
+class ExplorerConfig(Protocol):
+    """max_timeout: seconds that one try may take, in which all of them share: see `Scheduler.default_timeout`.
+
+    runner_state_report_interval: seconds between tables of the runners in the log; 0: none.
+    """
+
+    @property
+    def runner_per_model(self) -> int: ...
+
+    @property
+    def runner_prepare_concurrency(self) -> int: ...
+
+    @property
+    def runner_prepare_max_retries(self) -> int: ...
+
+    @property
+    def runner_state_report_interval(self) -> float: ...
+
+    @property
+    def max_timeout(self) -> float: ...
+
+    @property
+    def max_retry_times(self) -> int: ...
+
+    @property
+    def max_repeat_times_per_runner(self) -> int | None: ...
+
+    @property
+    def concurrent_mode(self) -> str: ...
+
+    @property
+    def rollout_model(self) -> ModelConfig: ...
+
+    @property
+    def auxiliary_models(self) -> Sequence[ModelConfig]: ...
+
+    @property
+    def over_rollout(self) -> OverRolloutConfig: ...
+
+    @property
+    def dynamic_timeout(self) -> DynamicTimeoutConfig: ...
+
+
+class Config(Protocol):
+    """All that the scheduler reads is its explorer's."""
+
+    @property
+    def explorer(self) -> ExplorerConfig: ...
+
+
+class Task(Protocol):
+    """A dataclass: a runner gets a copy with `batch_id`, `task_id` and `rollout_args.n` set.
+
+    rollout_args: a dataclass with a field `n`; the sub-task's repeats stand there.
+    """
+
+    @property
+    def workflow(self) -> Any: ...
+
+    @property
+    def repeat_times(self) -> int | None: ...
+
+    @property
+    def is_eval(self) -> bool: ...
+
+    @property
+    def batch_id(self) -> BatchId: ...
+
+    @property
+    def task_id(self) -> BatchId: ...
+
+    @property
+    def rollout_args(self) -> Any: ...
+
+
+class RunStatus(Protocol):
+    """What a runner says of the runs it was given. metrics: a dict from each run that succeeded, or from each of its
+    experiences. message: why not all did.
+    """
+
+    @property
+    def completed_runs(self) -> int: ...
+
+    @property
+    def total_runs(self) -> int: ...
+
+    @property
+    def metrics(self) -> Sequence[Mapping[str, float]]: ...
+
+    @property
+    def message(self) -> str | None: ...
+
+    @property
+    def ok(self) -> bool: ...
+
+
+class Runner(Protocol):
+    """What a RunnerWrapper has work done by. One task at a time; a cancelled call stops its work."""
+
+    async def prepare(self) -> None: ...
+
+    async def run_task(
+        self, task: Any, batch_id: str, repeat_times: int, run_id_base: int, collect_partial_runs: bool
+    ) -> tuple[RunStatus, bytes]: ...
+
+    async def get_runner_state(self) -> dict[str, Any]: ...

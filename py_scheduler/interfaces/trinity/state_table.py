@@ -1,0 +1,20 @@
+"""The runners' states as a table for people to read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+def state_table(states: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
+    """Its lines: a head, a rule, and a runner to each line; "-" where it has no such key."""
+    keys = sorted({key for state in states.values() for key in state})
+    rows = [["runner_id", *keys]]
+    rows += [[str(runner_id), *(str(state.get(key, "-")) for key in keys)] for runner_id, state in states.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        yield " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        if number == 0:
+            yield "-+-".join("-" * width for width in widths)

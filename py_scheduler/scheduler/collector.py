@@ -1,0 +1,282 @@
+"""Hands out kept results to whoever collects them.
+
+Invariants
+  1. What a call is told, it is told after the journal has it; the same request id is told the same until it is
+     acknowledged, also by a call that was waiting at the same time.
+  2. A wait ends by itself: when all is done, when enough is, or at its timeout. It never raises for that.
+  3. A call that is given up before it was answered has handed out nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from py_scheduler.domain.collecting import CollectReply, CollectRequest, UnfinishedTask
+from py_scheduler.domain.limits import MAX_UNFINISHED_SHOWN, check_collect
+from py_scheduler.domain.results import AttemptState
+from py_scheduler.domain.task import SubmissionKey
+from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
+from py_scheduler.scheduler.commands import AcknowledgeResults, CollectResults, DiscardResults
+from py_scheduler.scheduler.kept_results import why_incomplete
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterator
+
+    from py_scheduler.domain.ports import Clock
+    from py_scheduler.scheduler.event_log import EventLog
+    from py_scheduler.scheduler.recorder import Recorder
+    from py_scheduler.scheduler.records import CollectedSet, SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+
+class StopAndWait(Protocol):
+    def __call__(
+        self,
+        submission: SubmissionRecord,
+        task_ids: tuple[str, ...],
+        reason: str,
+        *,
+        keeps_results: bool,
+        restarts_runners: bool,
+    ) -> Awaitable[None]:
+        """Stops these tasks; returns when their work has been seen to stop, or was given up."""
+        ...
+
+
+class Collector:
+    """One scheduler's. `stop_and_wait` stops what a call does not wait for any longer."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        event_log: EventLog,
+        clock: Clock,
+        settings: EngineSettings,
+        stop_and_wait: StopAndWait,
+    ) -> None:
+        self._recorder = recorder
+        self._ledger = recorder.ledger
+        self._event_log = event_log
+        self._clock = clock
+        self._wait_after_min_seconds = settings.wait_after_min_seconds
+        self._stop_and_wait = stop_and_wait
+
+    async def collect(self, request: CollectRequest) -> CollectReply:
+        """Waits as the request says, and hands out what is there then. A submission that is unknown: nothing, at once.
+
+        Raises InvalidArgumentError, AlreadyExistsError (a request_id that was used for another submission),
+        ResourceExhaustedError.
+        """
+        if violations := tuple(check_collect(request)):
+            raise InvalidArgumentError(violations)
+        submission = self._find(request)
+        if (known := self._known(request, submission)) is not None:
+            return await self._answer(known, request)
+        if submission is None:
+            name = request.submission_id or request.batch_id
+            return CollectReply(warnings=(f"no submission is known as {name!r}: there is nothing to collect",))
+        warnings = self._clamped(request, submission)
+        ending = await self._wait(request, submission)
+        if (known := self._known(request, submission)) is not None:
+            return await self._answer(known, request)
+        unfinished = await self._part_with(request, submission, ending)
+        if len(unfinished) > MAX_UNFINISHED_SHOWN:
+            warnings += (f"{len(unfinished)} tasks are unfinished: {MAX_UNFINISHED_SHOWN} of them are named",)
+        reply = CollectReply(
+            submission_id=submission.submission_id,
+            unfinished=tuple(unfinished[:MAX_UNFINISHED_SHOWN]),
+            is_timed_out=ending.is_timeout,
+            warnings=warnings,
+        )
+        if (known := self._known(request, submission)) is None:
+            known = self._hand_out(request, submission, reply)
+        if known is None:
+            await self._event_log.wait_committed(self._ledger.last_sequence)
+            return reply
+        return await self._answer(known, request)
+
+    async def drain(self, request: CollectRequest) -> CollectReply:
+        """Hands out what is there, and waits for nothing; what is not finished goes on."""
+        now = msgspec.structs.replace(request, timeout_seconds=0.0, clear_unfinished=False, min_num=None)
+        return msgspec.structs.replace(await self.collect(now), is_timed_out=False)
+
+    async def acknowledge(self, namespace: str, request_id: str) -> None:
+        """What was handed out under this id has arrived. One that is not known (any more) is no error."""
+        command = AcknowledgeResults(namespace, request_id, self._clock.unix_time())
+        if self._recorder.record(command, namespace):
+            await self._event_log.wait_committed(self._ledger.last_sequence)
+
+    async def discard(self, submission: SubmissionRecord) -> None:
+        """Forgets what a submission keeps. Its open tasks go on."""
+        if self.forget(submission):
+            await self._event_log.wait_committed(self._ledger.last_sequence)
+
+    def forget(self, submission: SubmissionRecord) -> bool:
+        """`discard` without a wait for the journal; whether there was anything."""
+        command = DiscardResults(submission.submission_id, self._clock.unix_time())
+        return bool(self._recorder.record(command, submission.key.namespace))
+
+    # Inside
+
+    def _find(self, request: CollectRequest) -> SubmissionRecord | None:
+        if request.submission_id:
+            submission = self._ledger.submission(request.submission_id)
+            return submission if submission and submission.key.namespace == request.namespace else None
+        assert request.batch_id is not None
+        return self._ledger.submission_of_key(SubmissionKey(request.batch_id, request.namespace))
+
+    def _known(self, request: CollectRequest, submission: SubmissionRecord | None) -> CollectedSet | None:
+        """What this request id was told already."""
+        known = self._ledger.results.collected(request.namespace, request.request_id)
+        if known is None:
+            return None
+        owner = self._ledger.submission(known.submission_id)
+        assert owner is not None
+        # A drained batch_id may have been used again before this call was repeated: it means the one that it had meant.
+        is_same = request.batch_id == owner.key.batch_id if request.batch_id is not None else owner is submission
+        if not is_same:
+            raise AlreadyExistsError(
+                f"request_id {request.request_id!r} collected another submission: send a fresh request_id"
+            )
+        return known
+
+    async def _answer(self, known: CollectedSet, request: CollectRequest) -> CollectReply:
+        await self._event_log.wait_committed(self._ledger.last_sequence)
+        results = known.results
+        if not request.with_payloads:
+            results = tuple([msgspec.structs.replace(result, samples=(), payloads=()) for result in results])
+        return CollectReply(
+            submission_id=known.submission_id,
+            results=results,
+            unfinished=known.unfinished,
+            is_timed_out=known.is_timed_out,
+            warnings=known.warnings,
+        )
+
+    def _clamped(self, request: CollectRequest, submission: SubmissionRecord) -> tuple[str, ...]:
+        left = len(submission.kept.collectable) + submission.kept.open_tasks
+        if request.min_num is None or request.min_num <= left:
+            return ()
+        warning = (
+            f"min_num is {request.min_num}, of batch_id {submission.key.batch_id!r} are left {left} tasks to collect:"
+            f" {left} are waited for"
+        )
+        logger.warning(warning)
+        return (warning,)
+
+    async def _wait(self, request: CollectRequest, submission: SubmissionRecord) -> _Ending:
+        """Returns when the call is to be answered."""
+        began_at = self._clock.monotonic()
+        timeout_at = began_at + request.timeout_seconds
+        spare_seconds = request.wait_after_min_seconds
+        if spare_seconds is None:
+            spare_seconds = self._wait_after_min_seconds
+        enough_at: float | None = None
+        with self._news(submission.submission_id) as news:
+            while True:
+                news.clear()
+                have, to_come = len(submission.kept.collectable), submission.kept.open_tasks
+                if not to_come or self._known(request, submission) is not None:
+                    return _Ending("")
+                if request.max_num is not None and have >= request.max_num:
+                    return _Ending(f"max_num ({request.max_num}) tasks were done")
+                now = self._clock.monotonic()
+                has_enough = request.min_num is not None and have >= min(request.min_num, have + to_come)
+                if has_enough and enough_at is None:
+                    enough_at = now
+                spare_until = math.inf if enough_at is None else enough_at + spare_seconds
+                if now >= spare_until:
+                    return _Ending(f"enough tasks were done, and wait_after_min_seconds ({spare_seconds:g}) passed")
+                if now >= timeout_at:
+                    return _Ending(f"timeout_seconds ({request.timeout_seconds:g}) passed", is_timeout=True)
+                await self._until(min(spare_until, timeout_at), news)
+
+    async def _until(self, when: float, news: asyncio.Event) -> None:
+        timer = None if math.isinf(when) else self._clock.call_at(when, news.set)
+        try:
+            await news.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    @contextmanager
+    def _news(self, submission_id: str) -> Iterator[asyncio.Event]:
+        """Set whenever the submission's tasks or results become more or fewer."""
+        news = asyncio.Event()
+        listeners = self._recorder.listeners
+        listeners.setdefault(submission_id, []).append(news.set)
+        try:
+            yield news
+        finally:
+            listeners[submission_id].remove(news.set)
+            if not listeners[submission_id]:
+                del listeners[submission_id]
+
+    async def _part_with(
+        self, request: CollectRequest, submission: SubmissionRecord, ending: _Ending
+    ) -> list[UnfinishedTask]:
+        """Stops what is not finished, if that is wanted; the tasks that leave no result."""
+        tasks = [task for task in submission.open_tasks.values() if task.staged is not None]
+        is_stopped = request.clear_unfinished and bool(tasks)
+        if is_stopped:
+            await self._stop_and_wait(
+                submission,
+                tuple([task.task_id for task in tasks]),
+                ending.reason,
+                keeps_results=request.include_partial,
+                restarts_runners=ending.is_timeout,
+            )
+        return [
+            _unfinished(task, is_stopped=is_stopped)
+            for task in tasks
+            if task.task_id not in submission.kept.collectable
+        ]
+
+    def _hand_out(
+        self, request: CollectRequest, submission: SubmissionRecord, reply: CollectReply
+    ) -> CollectedSet | None:
+        command = CollectResults(
+            submission.submission_id,
+            request.request_id,
+            request.max_num,
+            reply.unfinished,
+            reply.warnings,
+            self._clock.unix_time(),
+            reply.is_timed_out,
+        )
+        self._recorder.record(command, request.namespace)
+        return self._ledger.results.collected(request.namespace, request.request_id)
+
+
+class _Ending(msgspec.Struct, frozen=True):
+    """Why a wait was over. reason: empty when nothing was left to wait for."""
+
+    reason: str
+    is_timeout: bool = False
+
+
+def _unfinished(task: TaskRecord, *, is_stopped: bool) -> UnfinishedTask:
+    total = task.task.config.repeat_times
+    return UnfinishedTask(
+        task_id=task.task_id,
+        client_key=task.task.client_key,
+        completed_runs=task.succeeded_samples,
+        total_runs=total,
+        is_stopped=is_stopped,
+        reason=why_incomplete(task.succeeded_samples, total, task.reason or _where_it_stands(task)),
+    )
+
+
+def _where_it_stands(task: TaskRecord) -> str:
+    if task.awaits_group_score:
+        return "Its samples are being scored together."
+    running = sum([subtask.state is AttemptState.RUNNING for subtask in task.subtasks])
+    return f"{running} of {task.open_subtasks} unfinished sub-tasks are running."

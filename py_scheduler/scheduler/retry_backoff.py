@@ -1,0 +1,130 @@
+"""Attempts that wait before they queue again, because what failed the one before may need time to recover.
+
+Invariant: each attempt here is QUEUED in the ledger and in no ready batch; one that the ledger has ended meanwhile goes
+nowhere.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.explanations import TaskWait
+from py_scheduler.domain.requests import WaitingBatch
+from py_scheduler.scheduler.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.ports import Clock
+    from py_scheduler.execution.attempt import PlannedAttempt
+    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.settings import EngineSettings
+
+_MAX_DOUBLINGS = 62
+
+
+class RetryBackoff:
+    """One such attempt. ends_at: monotonic seconds."""
+
+    __slots__ = ("_ledger", "attempt", "ends_at", "has_ended", "spec")
+
+    def __init__(self, ledger: Ledger, spec: EvaluatorSpec, attempt: PlannedAttempt, ends_at: float) -> None:
+        self._ledger = ledger
+        self.spec = spec
+        self.attempt = attempt
+        self.ends_at = ends_at
+        self.has_ended = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_ended or not self._ledger.is_waiting(self.attempt.ref)
+
+    def reason(self, now: float) -> str:
+        """Why it waits, for people."""
+        left = max(0.0, self.ends_at - now)
+        attempt_no = self.attempt.ref.attempt_no
+        return f"the infrastructure failed the attempt before: attempt {attempt_no} queues in {left:.1f} s"
+
+
+class RetryBackoffs:
+    """All of them. `requeue` takes an attempt whose wait is over."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        clock: Clock,
+        settings: EngineSettings,
+        requeue: Callable[[EvaluatorSpec, list[PlannedAttempt]], None],
+    ) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._first_seconds = settings.retry_backoff_seconds
+        self._longest_seconds = settings.max_retry_backoff_seconds
+        self._requeue = requeue
+        self._deadlines: Deadlines[RetryBackoff] = Deadlines(clock, self._on_expiry)
+        self._waiting: dict[str, list[RetryBackoff]] = {}
+
+    def add(self, spec: EvaluatorSpec, attempt: PlannedAttempt, failures: int) -> None:
+        """failures: how often the infrastructure has failed this SubTask, the last time included."""
+        if not self._first_seconds:
+            self._requeue(spec, [attempt])
+            return
+        whole = min(self._longest_seconds, self._first_seconds * 2 ** min(failures - 1, _MAX_DOUBLINGS))
+        # Not all at the same time: what failed together would come back together.
+        ends_at = self._clock.monotonic() + whole * random.uniform(0.5, 1.0)
+        backoff = RetryBackoff(self._ledger, spec, attempt, ends_at)
+        self._waiting.setdefault(attempt.submission_id, []).append(backoff)
+        self._deadlines.add(ends_at, backoff)
+
+    def waiting(self, submission_id: str) -> list[RetryBackoff]:
+        """Those of a submission."""
+        return [backoff for backoff in self._waiting.get(submission_id, ()) if not backoff.is_over]
+
+    def waits(self, submission_id: str) -> list[WaitingBatch]:
+        """The same as people ask for them."""
+        now = self._clock.monotonic()
+        return [
+            WaitingBatch(
+                task_ids=(backoff.attempt.ref.task_id,),
+                reason=backoff.reason(now),
+                waiting_seconds=now - backoff.attempt.queued_at,
+                bypassed=0,
+            )
+            for backoff in self.waiting(submission_id)
+        ]
+
+    def task_waits(self, submission_id: str, task_id: str) -> tuple[TaskWait, ...]:
+        """Those of a task as it is explained."""
+        now = self._clock.monotonic()
+        return tuple(
+            [
+                TaskWait(
+                    evaluator_id=backoff.spec.evaluator_id,
+                    tasks=1,
+                    attempts=1,
+                    reason=backoff.reason(now),
+                    waiting_seconds=now - backoff.attempt.queued_at,
+                    bypassed=0,
+                    max_bypass=0,
+                    wanted_tokens=1,
+                )
+                for backoff in self.waiting(submission_id)
+                if backoff.attempt.ref.task_id == task_id
+            ]
+        )
+
+    def clear(self) -> None:
+        self._deadlines.clear()
+        self._waiting.clear()
+
+    def _on_expiry(self, backoff: RetryBackoff, _when: float) -> None:
+        backoff.has_ended = True
+        submission_id = backoff.attempt.submission_id
+        left = self.waiting(submission_id)
+        if left:
+            self._waiting[submission_id] = left
+        else:
+            del self._waiting[submission_id]
+        self._requeue(backoff.spec, [backoff.attempt])

@@ -1,0 +1,110 @@
+"""An engine whose handlers run in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from py_scheduler.adapters.loop_clock import LoopClock
+from py_scheduler.adapters.process_runner import ProcessHost, import_path
+from py_scheduler.domain.runners import DEFAULT_ENVIRONMENT, HandlerPlan, RunnerSettings
+from py_scheduler.execution.child_runner import ANYWHERE, ChildRunner
+from py_scheduler.handlers import handler_elsewhere
+from py_scheduler.rollout.environment import variables
+from py_scheduler.scheduler.settings import EngineSettings
+from tests.support.handlers import spec_of
+from tests.support.harness import Harness, running_engine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from py_scheduler.domain.runners import ChildHost, RunnerKey
+
+AGENT = "tests.support.child_handlers:OddAgent"
+
+
+class Pipe:
+    """What a handler tells through `child_handlers.tell`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path)
+
+    async def told(self) -> int:
+        """The process id of the child that says it."""
+        return int(await asyncio.to_thread(self.path.read_text, encoding="ascii"))
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class Children(Harness):
+    """A harness with the runner behind it."""
+
+    def __init__(self, harness: Harness, runner: ChildRunner) -> None:
+        super().__init__(harness.engine)
+        self.runner = runner
+
+    @property
+    def pids(self) -> list[int]:
+        return sorted(view.pid for view in self.runner.views() if view.pid)
+
+
+@asynccontextmanager
+async def children(
+    handler: str = AGENT,
+    arguments: dict[str, Any] | None = None,
+    *,
+    settings: RunnerSettings | None = None,
+    engine_settings: EngineSettings | None = None,
+    host: ChildHost | None = None,
+    first_key: RunnerKey = ANYWHERE,
+    spec: dict[str, Any] | None = None,
+    **engine: Any,
+) -> AsyncIterator[Children]:
+    """One evaluator, `agent`. Nothing of a child is left behind."""
+    clock = engine.pop("clock", None) or LoopClock()
+    runner = ChildRunner(
+        "agent",
+        HandlerPlan(name=handler, arguments=arguments or {}, key="evaluator[0]"),
+        host or ProcessHost(),
+        settings or runner_settings(),
+        clock,
+        variables,
+        import_path=import_path(),
+        first_key=first_key,
+    )
+    pids: set[int] = set()
+    stands_for = spec_of(handler_elsewhere(handler, "evaluator[0]"), runner=runner.kind, **spec or {})
+    async with running_engine(
+        stands_for, clock=clock, runners={"agent": runner}, settings=engine_settings or quick(), **engine
+    ) as harness:
+        made = Children(harness, runner)
+        yield made
+        pids.update(made.pids)
+    if runner.kind == "ray":  # Which says that an actor has ended before its process has.
+        await until(lambda: not any(map(is_there, pids)))
+    assert not [pid for pid in pids if is_there(pid)], "a child outlived its server"
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what only a look tells: the state of a process that is not ours to wait for, or of a runner."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 -- as said
+            await asyncio.sleep(0.01)
+
+
+def runner_settings(**changes: Any) -> RunnerSettings:
+    values: dict[str, Any] = {"max_runners": 2, "environment": (*DEFAULT_ENVIRONMENT, "TEST_HANDED_ON")}
+    return RunnerSettings(**values | changes)
+
+
+def quick(**changes: Any) -> EngineSettings:
+    return EngineSettings(**{"stop_grace_seconds": 0.5, "retry_backoff_seconds": 0.01} | changes)
