@@ -127,7 +127,8 @@ demo-sglang: $(BUILT) $(SMOLLM2)/.stamp
 		$(BIN)/python examples/demo.py --config examples/sglang/demo.toml $(DEMO_ARGS)
 
 bench: bench-placement
-	$(BIN)/python benches/noop_throughput.py $(BENCH_ARGS)
+	$(BIN)/python benches/noop_throughput.py --journal both $(BENCH_ARGS)
+	$(BIN)/python benches/restore.py
 
 # One run of everything that places tokens; writes docs/placement_cost.md and .png. Ray gets no more nodes after
 # RAY_SECONDS: each is a handful of processes, and a busy machine may not get one up. What it measured until then counts.

@@ -1,10 +1,11 @@
 """What the scheduler itself costs: no-op tasks between a client process and a server process.
 
-    python benches/noop_throughput.py [--tasks 100000] [--json out.json] [--profile out.prof]
+    python benches/noop_throughput.py [--tasks 100000] [--journal on|off|both] [--json out.json] [--profile out.prof]
 
 Prints tasks per second, the server's CPU time per task, and how many times longer it took than bare grpc.aio moving the
-same frames in the same run. The result is asserted before anything is reported: every task has one TaskDone, SUCCEEDED,
-of an id of its own, and one solved sample.
+same frames in the same run. With `--journal both` it does so twice, one after the other, for the price of the journal,
+whose files are in a temporary folder on whatever disk that is. The result is asserted before anything is reported:
+every task has one TaskDone, SUCCEEDED, of an id of its own, and one solved sample.
 
 To see where the time goes: `--profile out.prof` runs the server under cProfile (several times slower; read it with
 `python -m pstats out.prof`); py-spy on the server, whose pid is printed, disturbs it little.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -47,6 +49,7 @@ ECHO_RUNS = 3
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One run. echo_ratio: elapsed seconds over those of the best bare echo of the same frames."""
 
+    journal: bool
     tasks: int
     elapsed_seconds: float
     tasks_per_second: float
@@ -131,9 +134,14 @@ async def mean_event_bytes(address: str) -> float:
     return size / events
 
 
-async def measure(count: int, profile: Path | None) -> Report:
+async def measure(count: int, profile: Path | None, *, journal: bool) -> Report:
+    with tempfile.TemporaryDirectory() as state_dir:
+        return await _measure(count, profile, ["--state-dir", state_dir] if journal else ["--no-journal"])
+
+
+async def _measure(count: int, profile: Path | None, journal: list[str]) -> Report:
     profiler = ["-m", "cProfile", "-o", str(profile)] if profile else []
-    serve = [*profiler, "-m", "py_scheduler.cli", "serve", "--config", str(HERE / "noop.toml")]
+    serve = [*profiler, "-m", "py_scheduler.cli", "serve", "--config", str(HERE / "noop.toml"), *journal]
     async with server_process(serve) as server, MeasuredClient(server.address) as client:
         print(f"server: pid {server.pid}, {server.address}")
         check(await roll_out(client, WARM_UP_TASKS, batch_id=0), WARM_UP_TASKS)
@@ -148,6 +156,7 @@ async def measure(count: int, profile: Path | None) -> Report:
     async with server_process([str(HERE / "_grpc_echo.py")]) as echo:
         echo_best = min([await echo_seconds(echo.address, traffic) for _ in range(ECHO_RUNS)])
     return Report(
+        journal="--no-journal" not in journal,
         tasks=count,
         elapsed_seconds=rollout.elapsed_seconds,
         tasks_per_second=count / rollout.elapsed_seconds,
@@ -167,7 +176,8 @@ async def measure(count: int, profile: Path | None) -> Report:
 def show(report: Report) -> None:
     reached = "reached" if report.tasks_per_second >= GOAL_TASKS_PER_SECOND else "not reached"
     print(
-        f"{report.tasks} no-op tasks, all succeeded, in {report.elapsed_seconds:.2f} s\n"
+        f"{report.tasks} no-op tasks, all succeeded, in {report.elapsed_seconds:.2f} s, "
+        f"the journal {'on' if report.journal else 'off'}\n"
         f"  {report.tasks_per_second:,.0f} tasks/s (goal {GOAL_TASKS_PER_SECOND:,}: {reached})\n"
         f"  CPU a task: server {report.server_cpu_us_per_task:.1f} µs, client {report.client_cpu_us_per_task:.1f} µs\n"
         f"  first event after {1e3 * report.first_event_seconds:.0f} ms\n"
@@ -181,13 +191,17 @@ def show(report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="No-op tasks between a client and a server process.")
     parser.add_argument("--tasks", type=int, default=100_000)
+    parser.add_argument("--journal", choices=("on", "off", "both"), default="on", help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the report there as well")
     parser.add_argument("--profile", type=Path, help="run the server under cProfile and write its figures there")
     options = parser.parse_args()
-    report = asyncio.run(measure(options.tasks, options.profile))
-    show(report)
+    reports = []
+    for journal in {"on": (True,), "off": (False,), "both": (False, True)}[options.journal]:
+        reports.append(asyncio.run(measure(options.tasks, options.profile, journal=journal)))
+        show(reports[-1])
     if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        said = reports if options.journal == "both" else reports[0]
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(said)) + b"\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from py_scheduler.commands.connection import Connection
     from py_scheduler.domain.requests import SubmissionSelector
 
 _DEFAULT_TARGET = "127.0.0.1:50051"
@@ -91,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_report(add("report", "show how training steps and evals went, as tables and plots", "report rollouts"))
     _add_knobs(add("knobs", "show every flag and variable, and the key that it sets", "knobs --markdown"))
+    _add_journal(add("journal", "look after the journal of a server that does not run", "journal check"))
+    _add_token(add("token", "make bearer tokens for a server", "token new trainer-a --namespace a"))
     fetch = add("fetch-model", "put the embedded engine's default model into the cache", "fetch-model")
     fetch.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="another folder than the user's cache")
     fetch.set_defaults(run=_fetch_model)
@@ -145,15 +148,36 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     target = "the server (default %(default)s)"
     parser.add_argument("--target", default=_DEFAULT_TARGET, metavar="HOST:PORT", help=target)
     parser.add_argument("--namespace", default="default", metavar="NAME", help="default: %(default)s")
+    for name, what in (
+        ("token-file", "a file that holds the bearer token"),
+        ("ca", "who signed the server's certificate, as PEM; asks for TLS"),
+        ("client-certificate", "the client's own certificate, as PEM"),
+        ("client-key", "and its key"),
+    ):
+        variable = f"PY_SCHEDULER_{name.replace('-', '_').upper()}"
+        place = os.environ.get(variable)
+        parser.add_argument(
+            f"--{name}", type=Path, default=place and Path(place), metavar="FILE", help=f"{what} ({variable})"
+        )
+
+
+def _connection(options: argparse.Namespace) -> Connection:
+    """The server that the flags name, and what it takes to be let in."""
+    from py_scheduler.client import ClientTls  # noqa: PLC0415 - serve needs no client
+    from py_scheduler.commands.connection import Connection, read_token  # noqa: PLC0415 - likewise
+
+    files = [str(file or "") for file in (options.ca, options.client_certificate, options.client_key)]
+    tls = ClientTls(ca=files[0], certificate=files[1], key=files[2]) if any(files) else None
+    return Connection(target=options.target, token=read_token(options.token_file), tls=tls)
 
 
 def _status(options: argparse.Namespace) -> int:
     from py_scheduler.commands.status import show_server, show_submission  # noqa: PLC0415 - serve needs none of it
 
     if options.submission is None:
-        asyncio.run(show_server(options.target, options.namespace, _console()))
+        asyncio.run(show_server(_connection(options), options.namespace, _console()))
     else:
-        asyncio.run(show_submission(_selector(options), options.target, _console()))
+        asyncio.run(show_submission(_selector(options), _connection(options), _console()))
     return 0
 
 
@@ -189,7 +213,7 @@ def _abort(options: argparse.Namespace) -> int:
         abort_submission(
             _selector(options),
             options.task,
-            target=options.target,
+            server=_connection(options),
             reason=options.reason,
             wait=not options.no_wait,
             console=_console(),
@@ -257,7 +281,7 @@ def _add_why(parser: argparse.ArgumentParser) -> None:
 def _why(options: argparse.Namespace) -> int:
     from py_scheduler.commands.why import show_task  # noqa: PLC0415 - serve needs none of it
 
-    asyncio.run(show_task(options.task_id, options.target, options.namespace, _console()))
+    asyncio.run(show_task(options.task_id, _connection(options), options.namespace, _console()))
     return 0
 
 
@@ -337,6 +361,57 @@ def _report_folder(options: argparse.Namespace) -> int:
 
     plots = None if options.no_plots else options.out or options.folder / "report"
     run_report(options.folder, plots, _console(), markdown=options.markdown)
+    return 0
+
+
+# journal
+
+
+def _add_journal(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    for verb, text in (
+        ("check", "reads everything and says what is damaged; exit code 1 if something is"),
+        ("recover", "makes a new store of what is sound, moves the old one aside and says exactly what is lost"),
+        ("compact", "drops what the configuration no longer keeps, and makes the file as small as it gets"),
+        ("export", "prints every event that is retained, one JSON object to a line"),
+    ):
+        command = verbs.add_parser(verb, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command.add_argument(
+            CONFIG.flag, type=Path, metavar=CONFIG.metavar, help="the server's configuration, which says where it lies"
+        )
+        command.add_argument("--state-dir", type=Path, metavar="FOLDER", help="where it lies")
+        command.set_defaults(run=_journal, verb=verb)
+
+
+def _journal(options: argparse.Namespace) -> int:
+    from py_scheduler.commands.journal import run_journal  # noqa: PLC0415 - serve needs none of it
+
+    named = os.environ.get(CONFIG.variable)
+    config_file = options.config or (Path(named) if named else None)
+    return run_journal(options.verb, config_file, options.state_dir, _console())
+
+
+# token
+
+
+def _add_token(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    new = verbs.add_parser("new", help="print a new token once, and its line for the server's tokens file")
+    new.add_argument("name", metavar="NAME", help="what the audit log calls its holder")
+    new.add_argument(
+        "--namespace", action="append", required=True, metavar="NAME", help='may be given several times; "*": all'
+    )
+    new.add_argument(
+        "--engines", action="store_true", help="lets it pause generation and change weights, for every namespace"
+    )
+    new.add_argument("--to", type=Path, metavar="FILE", help="adds the line to this tokens file")
+    new.set_defaults(run=_new_token)
+
+
+def _new_token(options: argparse.Namespace) -> int:
+    from py_scheduler.commands.token import make_token  # noqa: PLC0415 - serve needs none of it
+
+    make_token(options.name, options.namespace, options.to, _console(), controls_engines=options.engines)
     return 0
 
 

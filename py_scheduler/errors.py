@@ -8,6 +8,8 @@
     |-- UnplaceableError          well formed, but no pool state could ever place it
     |-- AlreadyExistsError        an id that is taken, with another content
     |-- NotFoundError             an id that nobody knows
+    |-- UnauthenticatedError      no bearer token, or one that the server does not know
+    |-- PermissionDeniedError     a bearer token that is not for this namespace or call
     |-- CursorExpiredError        a cursor of another store, or older than what is retained
     |-- ResourceExhaustedError    a limit is reached for now; says when to come back
     |-- FailedPreconditionError   not in this state; says which state would do
@@ -22,6 +24,8 @@
     |-- RunnerError               a runner outside the server's loop
     |   |-- RunnerStartError          ... could not be started
     |   `-- RunnerLostError           ... died under its work; says how it ended
+    |-- JournalError              a store cannot be used as it is: locked, unreadable, of another format
+    |   `-- JournalDamagedError        ... because what it held is no longer all there
     |-- ModelFetchError           a model file could not be brought here
     `-- ServerError               the client's face of a failed call that has no better class
 
@@ -81,6 +85,14 @@ class AlreadyExistsError(SchedulerError):
 
 class NotFoundError(SchedulerError):
     """An id that this server does not know (any more)."""
+
+
+class UnauthenticatedError(SchedulerError):
+    """A call without a bearer token that this server knows."""
+
+
+class PermissionDeniedError(SchedulerError):
+    """A call that its bearer token is not good for; the message names the namespace or the right that is missing."""
 
 
 class CursorExpiredError(SchedulerError):
@@ -158,6 +170,14 @@ class RunnerStartError(RunnerError):
 
 class RunnerLostError(RunnerError):
     """A runner died under its work: the attempt is LOST. Says how it ended."""
+
+
+class JournalError(SchedulerError):
+    """A store that cannot be used as it is; nothing in it was changed."""
+
+
+class JournalDamagedError(JournalError):
+    """A store that no longer holds all that was acknowledged. `py-scheduler journal recover` says what is lost."""
 
 
 class ModelFetchError(SchedulerError):

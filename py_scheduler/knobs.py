@@ -100,6 +100,22 @@ KNOBS = (
         default="info",
     ),
     _own(
+        "--state-dir",
+        "journal.state_dir",
+        Kind.PATH,
+        "FOLDER",
+        "where the journal lies, for one server at a time; without it each configuration file has a folder of its own "
+        "under $XDG_STATE_HOME/py-scheduler",
+    ),
+    _own(
+        "--journal",
+        "journal.enabled",
+        Kind.SWITCH,
+        "",
+        "write the journal; with --no-journal nothing survives the process",
+        default="1",
+    ),
+    _own(
         "--env-cluster-layout",
         "cluster.layout",
         Kind.LAYOUT,

@@ -34,6 +34,12 @@ settings.load_profile("py-scheduler")
 LOOP_BLOCKED_SECONDS = float(os.environ.get("PY_SCHEDULER_LOOP_BLOCKED_SECONDS", "5.0"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _state_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Servers that a test starts keep their journals where nobody else's are."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 class SlowCallbacks(logging.Filter):
     """Collects asyncio's reports of slow callbacks and keeps the harmless ones out of the log."""
 

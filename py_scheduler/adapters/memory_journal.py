@@ -7,12 +7,14 @@ bounded.
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from py_scheduler.domain.events import EventRecord
+    from py_scheduler.domain.snapshots import Snapshot
 
 
 class MemoryJournal:
@@ -28,6 +30,9 @@ class MemoryJournal:
         self._bytes = 0
         self._on_commit: Callable[[int], None] | None = None
 
+    def open(self) -> None:
+        pass
+
     @property
     def store_epoch(self) -> bytes:
         return self._store_epoch
@@ -39,6 +44,20 @@ class MemoryJournal:
     @property
     def oldest_sequence(self) -> int:
         return self._records[self._dropped].sequence if self._records else 1
+
+    @property
+    def last_sequence(self) -> int:
+        return self._records[-1].sequence if self._records else 0
+
+    @property
+    def first_fencing_token(self) -> int:
+        return time.time_ns() // 1_000
+
+    def snapshots(self) -> Iterable[Snapshot]:
+        return ()
+
+    def replay(self) -> Iterable[Sequence[EventRecord]]:
+        yield self._records[self._dropped :]
 
     def start(self, on_commit: Callable[[int], None], on_failure: Callable[[Exception], None]) -> None:
         del on_failure  # Memory that runs out is no failure of a journal.
@@ -55,6 +74,20 @@ class MemoryJournal:
         start = max(after_sequence + 1 - self.oldest_sequence, 0) + self._dropped
         return self._records[start : start + limit]
 
+    def discard_through(self, sequence: int) -> None:
+        while len(self._records) - self._dropped > 1 and self.oldest_sequence <= sequence:
+            self._drop()
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        return False
+
+    def put_snapshots(self, snapshots: Sequence[Snapshot]) -> None:
+        pass
+
+    def checkpoint(self, through_sequence: int, forgotten: Sequence[str]) -> None:
+        pass
+
     async def close(self) -> None:
         self._on_commit = None
 
@@ -63,8 +96,11 @@ class MemoryJournal:
         while len(records) - self._dropped > 1 and (
             self._bytes > self._retained_bytes or len(records) - self._dropped > self._retained_events
         ):
-            self._bytes -= records[self._dropped].size
-            self._dropped += 1
-        if self._dropped > len(records) // 2:
-            del records[: self._dropped]
+            self._drop()
+
+    def _drop(self) -> None:
+        self._bytes -= self._records[self._dropped].size
+        self._dropped += 1
+        if self._dropped > len(self._records) // 2:
+            del self._records[: self._dropped]
             self._dropped = 0

@@ -3,7 +3,8 @@
 grpc.aio by itself sends an exception's text to the client, answers malformed messages with UNKNOWN, and leaves a client
 waiting when a handler raises CancelledError. So requests reach this interceptor as bytes and are parsed here, and
 whatever a handler raises ends here: errors of the tree as themselves, a cancelled call as cancelled, anything else as
-INTERNAL with a correlation id under which the log has the rest.
+INTERNAL with a correlation id under which the log has the rest. Who may call is asked here too (`access`): for a token
+before the message is read, for its namespace as soon as it is parsed.
 """
 
 from __future__ import annotations
@@ -11,13 +12,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from py_scheduler.errors import InvalidArgumentError, SchedulerError
+from py_scheduler.api.access import log_refusal
+from py_scheduler.api.bearer_tokens import ANYBODY
+from py_scheduler.errors import (
+    InvalidArgumentError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    SchedulerError,
+    UnauthenticatedError,
+)
 from py_scheduler.wire.damage import damage_error
 from py_scheduler.wire.errors import internal_status, status_of
 
@@ -26,10 +36,17 @@ if TYPE_CHECKING:
 
     from google.rpc import status_pb2
 
+    from py_scheduler.api.access import Access
+    from py_scheduler.api.bearer_tokens import Caller
+
 _log = logging.getLogger(__name__)
 
 DETAILS_KEY = "grpc-status-details-bin"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+_REFUSALS = (UnauthenticatedError, PermissionDeniedError, ResourceExhaustedError)
+"""What the audit log hears of: who was kept out, and who was held to a limit."""
+_RETRY_AFTER_SECONDS = 1.0
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 # grpc's own types know nothing of handlers that take bytes, or write to the context.
 Handler = Any
@@ -44,10 +61,51 @@ class CallRefusedError(Exception):
         self.code = code
 
 
-class Boundary(grpc.aio.ServerInterceptor):
-    """Wraps each method once, when it is first called."""
+class OutgoingStream:
+    """A call's context for handlers that stream: what they write has a reader who may still read it.
 
-    def __init__(self) -> None:
+    Invariant: nothing is written for a caller whose token is no longer in force, and no write waits longer than
+    `stalled_seconds` for a client that takes nothing.
+    """
+
+    def __init__(self, context: Context, access: Access, caller: Caller, stalled_seconds: float) -> None:
+        self._context = context
+        self._access = access
+        self._caller = caller
+        self._stalled_seconds = stalled_seconds
+
+    async def write(self, message: Any) -> None:
+        """Returns once the message is on its way. Raises UnauthenticatedError, CallRefusedError."""
+        self._access.check_in_force(self._caller)
+        try:
+            async with asyncio.timeout(self._stalled_seconds):
+                await self._context.write(message)
+        except TimeoutError:
+            # The message is with gRPC already; the status follows it as soon as the client reads again.
+            raise CallRefusedError(
+                grpc.StatusCode.UNAVAILABLE,
+                f"nothing was read for {self._stalled_seconds:g} s: resume from the last cursor",
+            ) from None
+
+    def cancelled(self) -> bool:
+        return bool(self._context.cancelled())
+
+    def peer(self) -> str:
+        return str(self._context.peer())
+
+
+class Boundary(grpc.aio.ServerInterceptor):
+    """Wraps each method once, when it is first called.
+
+    max_streams: streams at once; more are refused. stalled_seconds: how long a stream waits for a client that does not
+    read.
+    """
+
+    def __init__(self, access: Access, max_streams: int = 1 << 62, stalled_seconds: float = 60.0) -> None:
+        self._access = access
+        self._max_streams = max_streams
+        self._stalled_seconds = stalled_seconds
+        self._open_streams = 0
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -56,66 +114,96 @@ class Boundary(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         method = handler_call_details.method
+        try:
+            # gRPC runs interceptors and the handler in one task: the variable is the call's own.
+            _CALLER.set(self._access.caller_of(method, handler_call_details.invocation_metadata or ()))
+        except UnauthenticatedError as error:
+            return _refusing(error, method)
         wrapped = self._wrapped.get(method)
         if wrapped is None:
             handler = await continuation(handler_call_details)
             if handler is None:  # an unknown method: grpc answers UNIMPLEMENTED
                 return handler
-            wrapped = self._wrapped[method] = _wrap(handler, method)
+            wrapped = self._wrapped[method] = self._wrap(handler, method)
         return wrapped
 
-
-def _wrap(handler: Handler, method: str) -> Handler:
-    parse = _parser(handler)
-    if handler.request_streaming:
-        behaviour = _stream_stream(handler, parse, method)
-        return grpc.stream_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(
-            _unary_stream(handler.unary_stream, parse, method), None, _bytes_as_they_are(handler.response_serializer)
+    def _wrap(self, handler: Handler, method: str) -> Handler:
+        parse = _parser(handler)
+        if handler.request_streaming:
+            behaviour = self._stream_stream(handler, parse, method)
+            return grpc.stream_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
+        if handler.response_streaming:
+            behaviour = self._unary_stream(handler.unary_stream, parse, method)
+            return grpc.unary_stream_rpc_method_handler(
+                behaviour, None, _bytes_as_they_are(handler.response_serializer)
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._unary_unary(handler.unary_unary, parse, method), None, handler.response_serializer
         )
-    return grpc.unary_unary_rpc_method_handler(
-        _unary_unary(handler.unary_unary, parse, method), None, handler.response_serializer
-    )
+
+    def _admitted(self, raw: bytes, parse: Callable[[bytes], Any], method: str) -> Any:
+        request = parse(raw)
+        self._access.check(_CALLER.get(), method, request)
+        return request
+
+    def _unary_unary(self, call: Any, parse: Callable[[bytes], Any], method: str) -> Any:
+        async def behaviour(raw: bytes, context: Context) -> Any:
+            try:
+                return await call(self._admitted(raw, parse, method), context)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - this is the boundary
+                await _fail(error, context, method)
+
+        return behaviour
+
+    def _unary_stream(self, call: Any, parse: Callable[[bytes], Any], method: str) -> Any:
+        """For handlers that write to the context themselves: their clean-up runs in the call's own task, at once."""
+
+        async def behaviour(raw: bytes, context: Context) -> None:
+            self._open_streams += 1
+            try:
+                if self._open_streams > self._max_streams:
+                    raise ResourceExhaustedError(
+                        f"max_streams ({self._max_streams}) are open: end some, or come back later",
+                        _RETRY_AFTER_SECONDS,
+                    )
+                request = self._admitted(raw, parse, method)
+                await call(request, OutgoingStream(context, self._access, _CALLER.get(), self._stalled_seconds))
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - this is the boundary
+                await _fail(error, context, method)
+            finally:
+                self._open_streams -= 1
+
+        return behaviour
+
+    def _stream_stream(self, handler: Handler, parse: Callable[[bytes], Any], method: str) -> Any:
+        """For the reflection service, whose handler is an async generator."""
+
+        async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for raw in requests:
+                yield self._admitted(raw, parse, method)
+
+        async def behaviour(requests: AsyncIterator[bytes], context: Context) -> None:
+            try:
+                async for response in handler.stream_stream(parsed(requests), context):
+                    await context.write(response)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - this is the boundary
+                await _fail(error, context, method)
+
+        return behaviour
 
 
-def _unary_unary(call: Any, parse: Callable[[bytes], Any], method: str) -> Any:
-    async def behaviour(raw: bytes, context: Context) -> Any:
-        try:
-            return await call(parse(raw), context)
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - this is the boundary
-            await _fail(error, context, method)
+def _refusing(error: SchedulerError, method: str) -> Handler:
+    """A handler for any kind of call that never reads what was sent."""
 
-    return behaviour
+    async def behaviour(_requests: AsyncIterator[bytes], context: Context) -> None:
+        await _fail(error, context, method)
 
-
-def _unary_stream(call: Any, parse: Callable[[bytes], Any], method: str) -> Any:
-    """For handlers that write to the context themselves: their clean-up runs in the call's own task, at once."""
-
-    async def behaviour(raw: bytes, context: Context) -> None:
-        try:
-            await call(parse(raw), context)
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - this is the boundary
-            await _fail(error, context, method)
-
-    return behaviour
+    return grpc.stream_stream_rpc_method_handler(behaviour)
 
 
-def _stream_stream(handler: Handler, parse: Callable[[bytes], Any], method: str) -> Any:
-    """For the reflection service, whose handler is an async generator."""
-
-    async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for raw in requests:
-            yield parse(raw)
-
-    async def behaviour(requests: AsyncIterator[bytes], context: Context) -> None:
-        try:
-            async for response in handler.stream_stream(parsed(requests), context):
-                await context.write(response)
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - this is the boundary
-            await _fail(error, context, method)
-
-    return behaviour
+def caller() -> Caller:
+    """Whose call this is; for servicers."""
+    return _CALLER.get()
 
 
 def _parser(handler: Handler) -> Callable[[bytes], Any]:
@@ -150,7 +238,11 @@ async def _fail(error: BaseException, context: Context, method: str) -> NoReturn
     if isinstance(error, CallRefusedError):
         await context.abort(error.code, str(error))
     if isinstance(error, SchedulerError):
-        await _abort(context, status_of(error))
+        status = status_of(error)
+        if isinstance(error, _REFUSALS):
+            who = None if isinstance(error, UnauthenticatedError) else _CALLER.get()
+            log_refusal(who, str(context.peer()), method, _CODES[status.code].name, status.message)
+        await _abort(context, status)
     correlation_id = secrets.token_hex(8)
     _log.error("%s failed unexpectedly (%s)", method, correlation_id, exc_info=error)
     await _abort(context, internal_status(correlation_id))

@@ -1,4 +1,7 @@
-"""grpc.health.v1 with one state for all services of the server: serving, or not any more.
+"""grpc.health.v1: whether the server, and each of its services, serves.
+
+Nothing does once the server stops, nor while its event loop is known to stand still for long. Besides, a service can
+be told apart by `set_serving`.
 
 Not grpc_health's own servicer: there, the first of two watchers of a service that leaves deafens the other.
 """
@@ -20,7 +23,11 @@ if TYPE_CHECKING:
 
     import grpc.aio
 
+    from py_scheduler.api.boundary import OutgoingStream
+
     Context = grpc.aio.ServicerContext[Any, Any]
+
+_States = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # grpc_health has no types
@@ -28,35 +35,54 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # gr
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = {"", *services}
-        self._serving = True
-        self._stopping = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._down: set[str] = set()
+        self._is_stopping = False
+        self._is_blocked = False
+        self._is_ended = False
+        self._news = asyncio.Event()
 
     def stop_serving(self) -> None:
         """NOT_SERVING from now on; watchers are told."""
-        self._serving = False
-        self._stopping.set()
+        self._is_stopping = True
+        self._tell()
+
+    def set_blocked(self, is_blocked: bool) -> None:
+        """Whether the event loop stands still again and again."""
+        self._is_blocked = is_blocked
+        self._tell()
+
+    def set_serving(self, service: str, is_serving: bool) -> None:
+        """Of one service, for as long as the server as a whole serves."""
+        (self._down.discard if is_serving else self._down.add)(service)
+        self._tell()
 
     def end_streams(self) -> None:
-        self._ended.set()
+        self._is_ended = True
+        self._tell()
 
-    def _status(self, service: str) -> health_pb2.HealthCheckResponse:
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _state(self, service: str) -> Any:
         if service not in self._services:
-            state = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        elif self._serving:
-            state = health_pb2.HealthCheckResponse.SERVING
-        else:
-            state = health_pb2.HealthCheckResponse.NOT_SERVING
-        return health_pb2.HealthCheckResponse(status=state)
+            return _States.SERVICE_UNKNOWN
+        is_down = self._is_stopping or self._is_blocked or service in self._down
+        return _States.NOT_SERVING if is_down else _States.SERVING
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
             raise CallRefusedError(grpc.StatusCode.NOT_FOUND, "no such service on this server")
-        return self._status(request.service)
+        return _States(status=self._state(request.service))
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        await context.write(self._status(request.service))
-        if self._serving:
-            await self._stopping.wait()
-            await context.write(self._status(request.service))
-        await self._ended.wait()
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: OutgoingStream) -> None:
+        told: Any = None
+        while True:
+            news, state = self._news, self._state(request.service)
+            if state != told:
+                told = state
+                await context.write(_States(status=state))
+            elif self._is_ended:
+                return
+            else:
+                await news.wait()

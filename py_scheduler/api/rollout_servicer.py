@@ -9,7 +9,7 @@ that a client is gone.
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -22,13 +22,10 @@ from py_scheduler.wire.events import encode_frames
 from py_scheduler.wire.training_samples import encode_group
 
 if TYPE_CHECKING:
-    import grpc.aio
-
     from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2 as service
+    from py_scheduler.api.boundary import OutgoingStream
     from py_scheduler.api.engine_port import EnginePort
     from py_scheduler.api.rollout_port import RolloutPort
-
-    Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
@@ -39,17 +36,17 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self._desk = desk
 
     async def ExecuteRollout(  # type: ignore[override] # writes to the context instead of yielding
-        self, request: service.ExecuteRolloutRequest, context: Context
+        self, request: service.ExecuteRolloutRequest, context: OutgoingStream
     ) -> None:
         await self._follow(request, context)
 
     async def ExecuteEval(  # type: ignore[override] # as above
-        self, request: service.ExecuteEvalRequest, context: Context
+        self, request: service.ExecuteEvalRequest, context: OutgoingStream
     ) -> None:
         await self._follow(request, context)
 
     async def ReadSamples(  # type: ignore[override] # as above
-        self, request: service.ReadSamplesRequest, context: Context
+        self, request: service.ReadSamplesRequest, context: OutgoingStream
     ) -> None:
         rollout_id = wire.decode_read_request(request)
         async with aclosing(self._desk_here.saved_groups(rollout_id)) as groups:
@@ -65,7 +62,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             raise FailedPreconditionError("this server executes no steps: submit tasks with SubmitTasks")
         return self._desk
 
-    async def _follow(self, message: wire.ExecuteRequest, context: Context) -> None:
+    async def _follow(self, message: wire.ExecuteRequest, context: OutgoingStream) -> None:
         request = wire.decode_step_request(message)
         cursors = wire.step_cursors(request, self._engine.store_epoch, self._engine.oldest_sequence)
         after = cursors.decode(message.cursor)

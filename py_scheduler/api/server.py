@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -20,13 +21,16 @@ from py_scheduler._generated.rollout_scheduler.v1 import (
     scheduler_service_pb2,
     scheduler_service_pb2_grpc,
 )
+from py_scheduler.api.access import Access
+from py_scheduler.api.bearer_tokens import BearerTokens
 from py_scheduler.api.boundary import Boundary
 from py_scheduler.api.generation_servicer import GenerationServicer
 from py_scheduler.api.health import HealthServicer
 from py_scheduler.api.placement_servicer import PlacementServicer
 from py_scheduler.api.rollout_servicer import RolloutServicer
 from py_scheduler.api.scheduler_servicer import SchedulerServicer
-from py_scheduler.config import UNIX_PREFIX
+from py_scheduler.api.tls import grpc_credentials
+from py_scheduler.config import UNIX_PREFIX, is_local
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,16 +53,22 @@ class ApiServer:
     def __init__(
         self, engine: EnginePort, version: str, settings: ServerSettings, rollouts: RolloutPort | None = None
     ) -> None:
+        """Raises ConfigError for files of tokens or certificates that are no good."""
         self._settings = settings
-        self._servicer = SchedulerServicer(engine, version, settings.max_tasks_per_call)
+        self.tokens = BearerTokens(Path(settings.tokens_file)) if settings.tokens_file else None
+        self._credentials = grpc_credentials(settings.tls) if settings.tls.is_on else None
+        self._servicer = SchedulerServicer(
+            engine, version, settings.max_tasks_per_call, settings.disconnect_grace_seconds
+        )
         self._health = HealthServicer(_OWN_SERVICES)
-        self._server = grpc.aio.server(interceptors=[Boundary()], options=_options(settings))
+        boundary = Boundary(Access(self.tokens), settings.max_streams, settings.stalled_stream_seconds)
+        self._server = grpc.aio.server(interceptors=[boundary], options=_options(settings))
         scheduler_service_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
         placement_service_pb2_grpc.add_PlacementServiceServicer_to_server(PlacementServicer(engine), self._server)
         rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(engine, rollouts), self._server)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(engine), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        if settings.reflection:
+        if _wants_reflection(settings):
             names = [*_OWN_SERVICES, HEALTH_SERVICE, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, self._server)
 
@@ -73,7 +83,10 @@ class ApiServer:
         """
         listen = self._settings.listen
         try:
-            port = self._server.add_insecure_port(listen)
+            if self._credentials is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {listen}: {_why_not(listen)}",
@@ -88,12 +101,23 @@ class ApiServer:
         """Health says NOT_SERVING; calls are still answered, streams go on."""
         self._health.stop_serving()
 
+    def loop_is_blocked(self, is_blocked: bool) -> None:
+        """Health says NOT_SERVING while the event loop stands still again and again."""
+        self._health.set_blocked(is_blocked)
+
     async def stop(self) -> None:
         """Streams end with a cursor to resume from; what does not end is cut off after three seconds."""
         self._health.stop_serving()
         self._health.end_streams()
         self._servicer.end_streams()
         await self._server.stop(_STREAMS_END_SECONDS)
+
+
+def _wants_reflection(settings: ServerSettings) -> bool:
+    """By default only where everybody who reaches the port may call anyway."""
+    if settings.reflection is not None:
+        return settings.reflection
+    return not settings.tokens_file and is_local(settings.listen)
 
 
 def _why_not(listen: str) -> str:
@@ -115,6 +139,7 @@ def _why_not(listen: str) -> str:
 
 
 def _options(settings: ServerSettings) -> list[tuple[str, int]]:
+    keepalive_ms = round(settings.keepalive_seconds * 1_000)
     return [
         # Two servers on one port would share the calls, and each would know half of the submissions.
         ("grpc.so_reuseport", 0),
@@ -126,7 +151,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         # Notices a client whose machine vanished without a word, so that its watch is freed.
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", min(keepalive_ms, 20_000)),
         ("grpc.max_metadata_size", 64 * 1024),
     ]

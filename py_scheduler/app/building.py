@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from py_scheduler.config import ClusterSettings
     from py_scheduler.domain.data import DataSource
     from py_scheduler.domain.evaluator import BaseAgent
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationEngine, Journal
     from py_scheduler.domain.resources import NodeResource
     from py_scheduler.rollout.python_source import Factory
     from py_scheduler.rollout.sources import SourceSettings
@@ -66,8 +66,11 @@ class Parts:
     front: GenerationHttp | None = None
 
 
-def build(config: Config, base_dir: Path) -> Parts:
-    """Relative paths in the configuration count from `base_dir`. Raises ConfigError with every fault."""
+def build(config: Config, base_dir: Path, state_dir: Path | None = None) -> Parts:
+    """Relative paths in the configuration count from `base_dir`. state_dir: where the journal lies; None: in memory.
+
+    Raises ConfigError with every fault.
+    """
     config = config.located(base_dir)
     faults: list[FieldViolation] = []
     specs = build_specs(config, faults)
@@ -97,7 +100,7 @@ def build(config: Config, base_dir: Path) -> Parts:
         specs=specs,
         pool=pool,
         generation_engines=engines,
-        journal=MemoryJournal(retained_events=settings.retained_events, retained_bytes=settings.retained_bytes),
+        journal=_build_journal(config, state_dir),
         clock=clock,
         settings=settings,
         batching_strategy=batching_strategy,
@@ -105,6 +108,7 @@ def build(config: Config, base_dir: Path) -> Parts:
         default_stopping=config.stopping,
         api_front=front,
         runners=runners,
+        namespaces=config.namespace,
     )
     if ray is not None and pool is not None:
         on_ray = [runner for runner in runners.values() if runner.kind == ray.kind]
@@ -120,7 +124,19 @@ def build(config: Config, base_dir: Path) -> Parts:
     )
     desk = StepDesk(steps)
     api = ApiServer(scheduler, version(), config.server, desk)
+    if api.tokens is not None:
+        api.tokens.on_change = scheduler.limit_namespaces
+        scheduler.limit_namespaces(api.tokens.quotas)
     return Parts(engines=engines, scheduler=scheduler, steps=steps, desk=desk, api=api, config=config, front=front)
+
+
+def _build_journal(config: Config, state_dir: Path | None) -> Journal:
+    settings = config.scheduler
+    if state_dir is None:
+        return MemoryJournal(retained_events=settings.retained_events, retained_bytes=settings.retained_bytes)
+    from py_scheduler.app.journal import file_journal  # noqa: PLC0415 - SQLite is loaded by who uses it
+
+    return file_journal(config, state_dir)
 
 
 def _build_front(config: Config, engines: dict[str, GenerationEngine], clock: LoopClock) -> GenerationHttp | None:

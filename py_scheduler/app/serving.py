@@ -18,6 +18,8 @@ import msgspec
 
 from py_scheduler.app.building import build
 from py_scheduler.app.engines import base_role
+from py_scheduler.app.loop_watchdog import LoopWatchdog
+from py_scheduler.app.state import state_dir_of
 from py_scheduler.containment import contained_task
 from py_scheduler.errors import ConfigError, EngineUnavailableError
 from py_scheduler.knobs import hand_set_warnings
@@ -28,23 +30,35 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
+    from py_scheduler.api.server import ApiServer
     from py_scheduler.app.building import Parts
     from py_scheduler.config import Config
     from py_scheduler.interfaces.task_scheduler import TaskScheduler
 
 _log = logging.getLogger(__name__)
 
+_SWITCH_SECONDS = 0.0005
+"""How long the loop's thread may keep the journal's from going on: a commit waits for that several times."""
 _EXIT_SECONDS = 8.0
 """What the end takes beside drain and grace, at most: streams that are cut off, the journal, the engines' processes."""
 
 
-async def serve(config: Config, base_dir: Path, announce: Callable[[str], None], stop: asyncio.Event) -> int:
+async def serve(
+    config: Config,
+    base_dir: Path,
+    announce: Callable[[str], None],
+    stop: asyncio.Event,
+    state_dir: Path | None = None,
+) -> int:
     """Serves until `stop` is set, then stops gracefully; returns how many handlers would not end.
 
-    `announce` gets the address once calls are answered. Raises ConfigError, EngineUnavailableError.
+    `announce` gets the address once calls are answered. state_dir: where the journal lies; None: in memory.
+    Raises ConfigError, EngineUnavailableError, JournalError.
     """
-    parts = build(config, base_dir)
+    parts = build(config, base_dir, state_dir)
     async with AsyncExitStack() as stack:
+        # First, so that a store that cannot be used shows before an engine loads its model.
+        await parts.scheduler.open_journal(stack)
         stack.push_async_callback(parts.api.stop)
         address = parts.api.bind()
         if parts.front is not None:
@@ -54,6 +68,9 @@ async def serve(config: Config, base_dir: Path, announce: Callable[[str], None],
             return 0
         await open_front(parts, stack)
         await stack.enter_async_context(running(parts))
+        watchdog = LoopWatchdog(config.server.loop_blocked_seconds, parts.api.loop_is_blocked)
+        await stack.enter_async_context(watchdog)
+        stack.enter_context(_hangup_calls(parts.api))
         # Before the scheduler's own end: streams must not outlive it.
         stack.push_async_callback(parts.api.stop)
         await parts.api.start()
@@ -142,6 +159,21 @@ def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
+@contextmanager
+def _hangup_calls(api: ApiServer) -> Iterator[None]:
+    """SIGHUP has the tokens read again now, and not only with the next call."""
+    tokens = api.tokens
+    if tokens is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, tokens.refresh)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
 def stop_limit_seconds(config: Config) -> float:
     """From the signal to the end of the process, at most: beyond it something is stuck, such as the loop itself."""
     return config.server.drain_seconds + config.scheduler.stop_grace_seconds + _EXIT_SECONDS
@@ -194,13 +226,19 @@ def run(config: Config, config_file: Path) -> None:
         sys.stdout.write(f"listening on {address}\n")
         sys.stdout.flush()
 
+    state_dir = state_dir_of(config, config_file)
+    if state_dir is None:
+        _log.warning("no journal: what is acknowledged does not survive this process")
+    else:
+        _log.info("journal: %s", state_dir)
+        sys.setswitchinterval(_SWITCH_SECONDS)
     _tune_collector()
 
     async def main() -> int:
         asyncio.get_running_loop().set_task_factory(contained_task)
         stop = asyncio.Event()
         with stop_signals(stop, stop_limit_seconds(config)):
-            return await serve(config, base_dir, announce, stop)
+            return await serve(config, base_dir, announce, stop, state_dir)
 
     with asyncio.Runner(loop_factory=_loop_factory(config)) as runner:
         stranded = runner.run(main())

@@ -23,6 +23,7 @@ from py_scheduler.client._aio import SchedulerClient, Submission
 from py_scheduler.client._blocking import BlockingSchedulerClient
 from py_scheduler.client._blocking_generation import BlockingGenerationClient
 from py_scheduler.client._blocking_placement import BlockingHeldLease, BlockingPlacementClient
+from py_scheduler.client._channel import ClientTls
 from py_scheduler.client._generation import GenerationClient
 from py_scheduler.client._held_lease import HeldLease
 from py_scheduler.client._placement import PlacementClient
@@ -34,6 +35,7 @@ __all__ = [
     "BlockingHeldLease",
     "BlockingPlacementClient",
     "BlockingSchedulerClient",
+    "ClientTls",
     "GenerationClient",
     "HeldLease",
     "PlacementClient",

@@ -6,7 +6,7 @@ import logging
 import uuid
 from contextlib import aclosing
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -180,6 +180,26 @@ class SchedulerClient(CollectClient):
         except NotFoundError:
             return False
 
+    async def ack(
+        self,
+        cursor: bytes,
+        *,
+        submission_id: str = "",
+        kinds: Iterable[EventKind] = (),
+        namespace: str | None = None,
+    ) -> int:
+        """Says that events have been read up to a cursor, so that the server may drop them; the rest as it was watched.
+
+        Concerns all events of the submission (without one: of the namespace), of every kind. Returns the oldest
+        sequence that can still be watched. Raises InvalidArgumentError, CursorExpiredError.
+        """
+        event_filter = EventFilter(
+            submission_id=submission_id, kinds=frozenset(kinds), namespace=namespace or self._namespace
+        )
+        request = service.AckEventsRequest(filter=wire.encode_filter(event_filter), cursor=cursor)
+        reply = await self._call(lambda stub: stub.AckEvents, request)
+        return int(reply.oldest_sequence)
+
     async def server_info(self) -> ServerInfo:
         """The server's evaluators, engines and nodes."""
         reply = await self._call(lambda stub: stub.GetServerInfo, service.GetServerInfoRequest())
@@ -194,6 +214,7 @@ class SchedulerClient(CollectClient):
         kinds: Iterable[EventKind] = (),
         cursor: bytes = b"",
         namespace: str | None = None,
+        cancel_on_disconnect: bool = False,
     ) -> AsyncGenerator[WatchedFrame, None]:
         """Frames of events from a cursor on, for as long as they are read; an empty cursor is the oldest event.
 
@@ -204,8 +225,14 @@ class SchedulerClient(CollectClient):
         event_filter = EventFilter(
             submission_id=submission_id, kinds=frozenset(kinds), namespace=namespace or self._namespace
         )
-        request = service.WatchEventsRequest(filter=wire.encode_filter(event_filter), cursor=cursor)
-        async with aclosing(self._messages(lambda: self._stub.WatchEvents(request), request)) as messages:
+        request = service.WatchEventsRequest(
+            filter=wire.encode_filter(event_filter), cursor=cursor, cancel_on_disconnect=cancel_on_disconnect
+        )
+
+        def call() -> Any:
+            return self._stub.WatchEvents(request, metadata=self._metadata)
+
+        async with aclosing(self._messages(call, request)) as messages:
             async for message in messages:
                 yield decode_frame(message)
 

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 import grpc.aio
 
 from py_scheduler.client._backoff import Backoff
-from py_scheduler.client._channel import check_target, is_broken_connection, open_channel, raise_error_of_call
+from py_scheduler.client._channel import (
+    ClientTls,
+    check_target,
+    check_token,
+    is_broken_connection,
+    open_channel,
+    raise_error_of_call,
+)
 from py_scheduler.domain.limits import MAX_MESSAGE_BYTES
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
 from py_scheduler.errors import FailedPreconditionError
@@ -34,6 +41,8 @@ class ServiceClient(Generic[StubT]):
     target: "host:port" or "unix:/path"; anything else is an InvalidArgumentError.
     reconnect_seconds: how long a connection may stay broken before calls and watches give up. 0: not at all.
     max_message_bytes: the largest message that is sent or taken.
+    token: the bearer token that `py-scheduler token new` printed. tls: for a server with TLS; without it a token goes
+    to this machine alone.
     """
 
     stub_class: ClassVar[type[Any]]
@@ -45,8 +54,13 @@ class ServiceClient(Generic[StubT]):
         namespace: str = DEFAULT_NAMESPACE,
         reconnect_seconds: float = 30.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        token: str = "",
+        tls: ClientTls | None = None,
     ) -> None:
         check_target(target)
+        check_token(token, target, tls)
+        self._tls = tls
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else None
         self._target = target
         self._namespace = namespace
         self._reconnect_seconds = reconnect_seconds
@@ -62,7 +76,7 @@ class ServiceClient(Generic[StubT]):
     async def open(self) -> None:
         """Ties the client to the running loop. The server need not be there yet."""
         if self._channel is None:
-            self._channel = open_channel(self._target, self._max_message_bytes)
+            self._channel = open_channel(self._target, self._max_message_bytes, self._tls)
 
     async def close(self) -> None:
         """Ends open watches. Work on the server goes on."""
@@ -105,7 +119,7 @@ class ServiceClient(Generic[StubT]):
         while True:
             left = None if timeout_seconds is None else until - loop.time()
             try:
-                return await method(self._stub)(request, timeout=left)
+                return await method(self._stub)(request, timeout=left, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 if not (is_broken_connection(error) and await backoff.wait(until)):
                     raise_error_of_call(error, self._target)

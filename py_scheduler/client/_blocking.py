@@ -108,6 +108,7 @@ class BlockingSchedulerClient(BlockingServiceClient[SchedulerClient]):
     explain_task = blocking(SchedulerClient.explain_task)
     abort = blocking(SchedulerClient.abort)
     resume_training = blocking(SchedulerClient.resume_training)
+    ack = blocking(SchedulerClient.ack)
     server_info = blocking(SchedulerClient.server_info)
     collect = blocking(SchedulerClient.collect)
     drain = blocking(SchedulerClient.drain)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 import grpc.aio
+import msgspec
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from py_scheduler.errors import SchedulerError
 
 _TARGET = re.compile(r"unix(-abstract)?:.+|.+:\d+")
+_LOCAL = re.compile(r"unix(-abstract)?:.+|(127(\.\d{1,3}){3}|localhost|\[::1\]):\d+")
 _NOBODY_THERE = ("failed to connect", "DNS resolution failed")
 """How gRPC's words begin when nothing was reached, rather than lost on the way."""
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -29,25 +32,58 @@ def check_target(target: str) -> None:
         raise InvalidArgumentError(f'is {target!r}, must be "host:port" or "unix:/path"', "target")
 
 
-def open_channel(target: str, max_message_bytes: int) -> grpc.aio.Channel:
+class ClientTls(msgspec.Struct, frozen=True, kw_only=True):
+    """Files for an encrypted connection, as PEM. ca: who signed the server's certificate; empty: the usual authorities.
+
+    certificate, key: the client's own, for a server that asks for one.
+    """
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises InvalidArgumentError for a file that cannot be read."""
+        ca, certificate, key = (_pem(getattr(self, field), f"tls.{field}") for field in self.__struct_fields__)
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def _pem(file: str, field: str) -> bytes | None:
+    try:
+        return Path(file).read_bytes() if file else None
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read {file}: {error.strerror}", field) from error
+
+
+def check_token(token: str, target: str, tls: ClientTls | None) -> None:
+    """Raises InvalidArgumentError for a token that whoever listens in could read, or that no header could carry."""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise InvalidArgumentError("has characters that no token has", "token")
+    if token and tls is None and not _LOCAL.fullmatch(target):
+        raise InvalidArgumentError(
+            f"would travel to {target} for everybody to read: give tls=ClientTls(ca=...) too", "token"
+        )
+
+
+def open_channel(target: str, max_message_bytes: int, tls: ClientTls | None = None) -> grpc.aio.Channel:
     """A channel of the running loop. Nothing is connected before the first call."""
-    return grpc.aio.insecure_channel(
-        target,
-        options=[
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
-            # A watch may be silent for hours: pings keep middle boxes from forgetting it, and notice a dead server.
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.keepalive_timeout_ms", 20_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_pings_without_data", 0),
-            # The calls' own retries know about request ids and cursors; the channel reconnects as soon as they ask.
-            ("grpc.enable_retries", 0),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 2_000),
-            ("grpc.max_metadata_size", 64 * 1024),
-        ],
-    )
+    options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # A watch may be silent for hours: pings keep middle boxes from forgetting it, and notice a dead server.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # The calls' own retries know about request ids and cursors; the channel reconnects as soon as they ask.
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.max_metadata_size", 64 * 1024),
+    ]
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, tls.credentials(), options=options)
 
 
 def is_broken_connection(error: grpc.aio.AioRpcError) -> bool:

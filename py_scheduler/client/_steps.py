@@ -99,7 +99,8 @@ class StepClient(StreamClient[scheduler_service_pb2_grpc.SchedulerServiceStub]):
 
         def call() -> Any:
             stub: Any = rollout_service_pb2_grpc.RolloutServiceStub(self._open_channel)
-            return stub.ExecuteRollout(message) if request.kind is StepKind.ROLLOUT else stub.ExecuteEval(message)
+            method = stub.ExecuteRollout if request.kind is StepKind.ROLLOUT else stub.ExecuteEval
+            return method(message, metadata=self._metadata)
 
         async with aclosing(self._messages(call, message)) as messages:
             async for frame in messages:
@@ -116,7 +117,8 @@ class StepClient(StreamClient[scheduler_service_pb2_grpc.SchedulerServiceStub]):
         Raises NotFoundError when that iteration's samples are not saved, FailedPreconditionError.
         """
         stub: Any = rollout_service_pb2_grpc.RolloutServiceStub(self._open_channel)
-        call = stub.ReadSamples(rollout_service_pb2.ReadSamplesRequest(rollout_id=rollout_id))
+        request = rollout_service_pb2.ReadSamplesRequest(rollout_id=rollout_id)
+        call = stub.ReadSamples(request, metadata=self._metadata)
         group: list[TrainingSample] = []
         last_no = 0
         try:

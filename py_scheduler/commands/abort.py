@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from py_scheduler.client import SchedulerClient
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
 
+    from py_scheduler.commands.connection import Connection
     from py_scheduler.domain.requests import AbortReply
     from py_scheduler.domain.requests import SubmissionSelector as Selector
 
 
 async def abort_submission(
-    selector: Selector, task_ids: Sequence[str], *, target: str, reason: str, wait: bool, console: Console
+    selector: Selector, task_ids: Sequence[str], *, server: Connection, reason: str, wait: bool, console: Console
 ) -> int:
     """Asks the server and prints; 1 when it waited and something still runs. Raises NotFoundError, ServerError."""
-    async with SchedulerClient.connect(target, namespace=selector.namespace, reconnect_seconds=0.0) as client:
+    async with server.client(selector.namespace) as client:
         reply = await client.abort(
             selector.batch_id, submission_id=selector.submission_id, task_ids=task_ids, reason=reason, wait=wait
         )

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from py_scheduler.client import SchedulerClient
-
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from py_scheduler.commands.connection import Connection
     from py_scheduler.domain.requests import ServerInfo, SubmissionSelector, SubmissionView
 
 
-async def show_server(target: str, namespace: str, console: Console) -> None:
+async def show_server(server: Connection, namespace: str, console: Console) -> None:
     """Prints what the server is made of. Raises SchedulerError."""
-    async with SchedulerClient(target, namespace=namespace, reconnect_seconds=0.0) as client:
+    async with server.client(namespace) as client:
         for line in _server_lines(await client.server_info()):
             console.print(line, soft_wrap=True)
 
 
-async def show_submission(selector: SubmissionSelector, target: str, console: Console) -> None:
+async def show_submission(selector: SubmissionSelector, server: Connection, console: Console) -> None:
     """Prints how a submission stands, and why what waits is waiting. Raises NotFoundError."""
-    async with SchedulerClient(target, namespace=selector.namespace, reconnect_seconds=0.0) as client:
+    async with server.client(selector.namespace) as client:
         view = await client.get_submission(selector.batch_id, submission_id=selector.submission_id)
     for line in _submission_lines(view):
         console.print(line, soft_wrap=True)

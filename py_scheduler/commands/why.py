@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from py_scheduler.client import SchedulerClient
 from py_scheduler.domain.explanations import TaskPhase
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from py_scheduler.commands.connection import Connection
     from py_scheduler.domain.explanations import TaskExplanation, TaskWait
     from py_scheduler.domain.leases import NodeShortageView
 
 _MAX_NODES = 20
 
 
-async def show_task(task_id: str, target: str, namespace: str, console: Console) -> None:
+async def show_task(task_id: str, server: Connection, namespace: str, console: Console) -> None:
     """Asks the server and prints. Raises NotFoundError for a task that it does not know, ServerError."""
-    async with SchedulerClient.connect(target, namespace=namespace, reconnect_seconds=0.0) as client:
+    async with server.client(namespace) as client:
         show_explanation(await client.explain_task(task_id), console)
 
 

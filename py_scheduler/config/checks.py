@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from py_scheduler.config.tables import Config, EvaluatorSettings, GatewaySettings, ServerSettings
+    from py_scheduler.config.tables import Config, EvaluatorSettings, GatewaySettings, ServerSettings, TlsSettings
     from py_scheduler.domain.runners import RaySettings
     from py_scheduler.rollout.settings import RolloutSettings
     from py_scheduler.rollout.sources import SourceSettings
@@ -37,7 +37,11 @@ def check(config: Config) -> Iterator[FieldViolation]:
     yield from _check_listen(config.server)
     yield from _check_gateway(config.gateway)
     yield from _check_ray(config.ray)
+    yield from _check_tls(config.server.tls, "server.tls")
+    yield from _check_tls(config.gateway.tls, "gateway.tls")
+    yield from _check_namespaces(config)
     yield from _check_numbers(config.scheduler, "scheduler")
+    yield from _check_numbers(config.journal, "journal")
     yield from _check_numbers(config.cluster, "cluster")
     yield from _check_numbers(config.server, "server")
     yield from _check_scheduler(config)
@@ -96,12 +100,33 @@ def _check_listen(server: ServerSettings) -> Iterator[FieldViolation]:
     host = _host_of(listen)
     if host is None:
         yield FieldViolation("server.listen", f'is {listen!r}, must be "host:port" or "unix:/path"')
-    elif not _LOOPBACK.match(host) and not server.insecure_remote:
+    elif not _LOOPBACK.match(host) and not server.insecure_remote and not (server.tls.is_on and server.tokens_file):
         yield FieldViolation(
             "server.listen",
-            f"{host} is not loopback, and there is no TLS and no token yet: anybody who reaches the port could use the "
-            "service. Listen on 127.0.0.1, or set server.insecure_remote = true on a network that you trust",
+            f"{host} is not loopback, and {_missing(server)}: anybody who reaches the port could use the service, or "
+            "listen in. Set server.tls.certificate, server.tls.key and server.tokens_file (`py-scheduler token new` "
+            "makes its lines), listen on 127.0.0.1, or set server.insecure_remote = true on a network that you trust",
         )
+
+
+def _missing(server: ServerSettings) -> str:
+    if server.tls.is_on:
+        return "there are no tokens"
+    return "there is no TLS" if server.tokens_file else "there is no TLS and there are no tokens"
+
+
+def _check_tls(tls: TlsSettings, key: str) -> Iterator[FieldViolation]:
+    if bool(tls.certificate) != bool(tls.key):
+        yield FieldViolation(f"{key}.{'key' if tls.certificate else 'certificate'}", "is missing: TLS needs both files")
+    elif tls.client_ca and not tls.certificate:
+        yield FieldViolation(f"{key}.certificate", "is missing: client_ca is asked for in TLS alone")
+
+
+def _check_namespaces(config: Config) -> Iterator[FieldViolation]:
+    for namespace, settings in config.namespace.items():
+        if fault := name_fault(namespace):
+            yield FieldViolation(f"namespace.{namespace}", fault)
+        yield from _check_numbers(settings, f"namespace.{namespace}")
 
 
 def _check_gateway(gateway: GatewaySettings) -> Iterator[FieldViolation]:
@@ -111,11 +136,12 @@ def _check_gateway(gateway: GatewaySettings) -> Iterator[FieldViolation]:
         yield FieldViolation("gateway.listen", 'must be "host:port": the path of a unix socket goes to gateway.socket')
     elif listen and host is None:
         yield FieldViolation("gateway.listen", f'is {listen!r}, must be "host:port"')
-    elif host is not None and not _LOOPBACK.match(host) and not gateway.insecure_remote:
+    elif host is not None and not _LOOPBACK.match(host) and not gateway.insecure_remote and not gateway.tls.is_on:
         yield FieldViolation(
             "gateway.listen",
-            f"{host} is not loopback, and there is no TLS yet: keys and conversations could be read on the way. Listen "
-            "on 127.0.0.1, or set gateway.insecure_remote = true on a network that you trust",
+            f"{host} is not loopback, and there is no TLS: keys and conversations could be read on the way. Set "
+            "gateway.tls.certificate and gateway.tls.key, listen on 127.0.0.1, or set gateway.insecure_remote = true "
+            "on a network that you trust",
         )
 
 
@@ -129,6 +155,12 @@ def _check_ray(ray: RaySettings) -> Iterator[FieldViolation]:
             f"{host} is not loopback, and what runners and server say there is not encrypted. Listen on 127.0.0.1, or "
             "set ray.insecure_remote = true on a network that you trust",
         )
+
+
+def is_local(listen: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    host = _host_of(listen)
+    return listen.startswith(UNIX_PREFIX) or (host is not None and bool(_LOOPBACK.match(host)))
 
 
 def _host_of(listen: str) -> str | None:

@@ -10,6 +10,7 @@ import msgspec
 from py_scheduler.config.checks import check
 from py_scheduler.config.conversion import collecting, convert_table, convert_with_parts, unknown_key
 from py_scheduler.config.tables import Config, EvaluatorSettings
+from py_scheduler.domain.quotas import NamespaceSettings
 from py_scheduler.errors import ConfigError, FieldViolation
 from py_scheduler.knobs import DEFAULT_ENV_CONCURRENCY, apply_overrides
 
@@ -59,6 +60,11 @@ def _convert_tables(tables: dict[str, Any], faults: list[FieldViolation]) -> Con
             faults.append(unknown_key(key, Config))
         elif get_origin(types[key]) is tuple:
             parts[key] = _convert_list(table, get_args(types[key])[0], key, faults)
+        elif key == "namespace" and isinstance(table, dict):
+            parts[key] = {}
+            for name, settings in table.items():
+                with collecting(faults):
+                    parts[key][name] = convert_table(settings, NamespaceSettings, f"{key}.{name}")
         elif key == "generation" and isinstance(table, dict):
             faults.extend(_not_tables(table))
             parts[key] = table

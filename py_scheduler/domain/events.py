@@ -2,6 +2,8 @@
 
 Events are facts made by the ledger alone (`scheduler/ledger.py`). All but `AttemptsLeased` are journalled and
 numbered; leases are derived again after a restart.
+
+They are stored as arrays, a third smaller than with names: a new field goes to the end and has a default.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDon
 from py_scheduler.domain.task import BatchId, Task
 
 
-class AcceptedTask(msgspec.Struct, frozen=True, gc=False):
+class AcceptedTask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     task_id: str
     task: Task
 
@@ -29,7 +31,7 @@ class AttemptRef(msgspec.Struct, frozen=True, gc=False):
     attempt_no: int
 
 
-class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """One SubmitTasks call was taken in. Tasks of one call are accepted together or not at all.
 
     group_scored: the task types among them whose handler scores all samples of a task together before its TaskDone.
@@ -48,13 +50,13 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fals
     is_collected: bool = False
 
 
-class AttemptsLeased(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class AttemptsLeased(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """A batch was admitted. Not journalled: after a restart there is no lease."""
 
     attempts: tuple[AttemptRef, ...]
 
 
-class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """A handler began to work on an attempt."""
 
     submission_id: str
@@ -66,7 +68,7 @@ class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fal
     unix_seconds: float
 
 
-class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """An attempt is over. `samples` are final; there are none when `next_attempt_no` (0: none) will try again.
 
     is_counted: whether it used up a retry; the end of the server's own process does not. is_refill: whether the next
@@ -115,7 +117,7 @@ class StopCause(StrEnum):
 _TIMEOUTS = frozenset({StopCause.PHASE_TIMEOUT, StopCause.ATTEMPT_TIMEOUT, StopCause.TASK_DEADLINE})
 
 
-class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """These tasks are to stop; each still ends with its own TaskDone. `cause` is REQUEST or TASK_DEADLINE.
 
     keeps_results: whether those that wait to be collected leave a result of the samples that had succeeded.
@@ -131,7 +133,7 @@ class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fal
     restarts_runners: bool = False
 
 
-class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """The one terminal event of a task. The payloads are in its SampleDone records.
 
     outcomes: how many samples ended in each class. reason: why it is not SUCCEEDED.
@@ -152,7 +154,7 @@ class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     group_outcomes: tuple[Outcome, ...] = ()
 
 
-class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """A language model has other weights. Of no submission and of no namespace: every watcher of a namespace sees it.
 
     roles: those that rest on its engine. epoch: its weight_epoch from now on; 0 for the first weights that were seen.
@@ -168,7 +170,7 @@ class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=Fal
         return ""
 
 
-class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """A namespace's trainer starts, or starts again from a checkpoint: it trains on nothing that ended before.
 
     epoch: the student's weight_epoch.
@@ -186,7 +188,7 @@ EVERY_NAMESPACE = ""
 """The namespace of a record that is of none."""
 
 
-class ResultsCollected(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class ResultsCollected(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """These tasks' results were handed out under a request id; they are kept until that is acknowledged.
 
     unfinished, warnings, is_timed_out: what that call was told beside them.
@@ -201,7 +203,7 @@ class ResultsCollected(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=F
     is_timed_out: bool = False
 
 
-class ResultsAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class ResultsAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """What was handed out under this request id has arrived: it is forgotten."""
 
     submission_id: str
@@ -209,7 +211,7 @@ class ResultsAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True, g
     unix_seconds: float
 
 
-class ResultsDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class ResultsDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """All results of a submission that were kept are forgotten, those handed out and not acknowledged too.
 
     Its open tasks go on; what they come to is kept again.

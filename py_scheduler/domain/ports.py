@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.generation import (
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         PauseMode,
         WeightUpdate,
     )
+    from py_scheduler.domain.snapshots import Snapshot
 
 
 class TimerHandle(Protocol):
@@ -109,7 +110,19 @@ class Journal(Protocol):
 
     `append` returns at once; `on_commit(through_sequence)` is called in the event loop when everything up to that
     sequence will survive a crash. Nothing is acknowledged to anybody before.
+
+    open -> snapshots, replay -> start -> append, read, and now and then a checkpoint -> close
+
+    What a restart needs is kept apart from what watchers may still read: a checkpoint puts the state of each submission
+    into a snapshot, and from then on events are kept for watchers alone, as long as the retention says.
     """
+
+    def open(self) -> None:
+        """Takes the store, for this process alone, and proves that it is whole; blocks. May be called again.
+
+        Raises JournalError.
+        """
+        ...
 
     @property
     def store_epoch(self) -> bytes:
@@ -126,6 +139,27 @@ class Journal(Protocol):
         """The first sequence that `read` can still give; one past the last when nothing is retained."""
         ...
 
+    @property
+    def last_sequence(self) -> int:
+        """Of the last event that is stored, before `start`; 0 when there never was one."""
+        ...
+
+    @property
+    def first_fencing_token(self) -> int:
+        """2^32 above that of the last process that opened the store, at least, whatever the wall clock says."""
+        ...
+
+    def snapshots(self) -> Iterable[Snapshot]:
+        """What the last checkpoints left, in no order. Before `start`."""
+        ...
+
+    def replay(self) -> Iterable[Sequence[EventRecord]]:
+        """Events from the last checkpoint on, in order, for the ledger alone; blocks. Before `start`.
+
+        Samples are without their trajectories: `read` has those.
+        """
+        ...
+
     def start(self, on_commit: Callable[[int], None], on_failure: Callable[[Exception], None]) -> None:
         """Called once, after what is stored has been read.
 
@@ -137,7 +171,31 @@ class Journal(Protocol):
     def append(self, records: Sequence[EventRecord]) -> None: ...
 
     async def read(self, after_sequence: int, limit: int) -> list[EventRecord]:
-        """At most `limit` committed records, in order, from `after_sequence` + 1 on."""
+        """At most `limit` committed records, in order, from `after_sequence` + 1 on; fewer when they are large.
+
+        Raises CursorExpiredError when the first of them is no longer retained.
+        """
+        ...
+
+    def discard_through(self, sequence: int) -> None:
+        """Nobody will read these events again: their room may be used for others."""
+        ...
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether enough was written since the last one that another is worth its price."""
+        ...
+
+    def put_snapshots(self, snapshots: Sequence[Snapshot]) -> None:
+        """They take the place of those of the same submissions. The events that they count in were appended before."""
+        ...
+
+    def checkpoint(self, through_sequence: int, forgotten: Sequence[str]) -> None:
+        """Every submission that events up to there speak of is forgotten, or has a snapshot as of there or later.
+
+        The snapshots of the forgotten ones go in the same step: before it events would be applied to them, after it
+        they would come back to life.
+        """
         ...
 
     async def close(self) -> None: ...

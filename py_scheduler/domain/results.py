@@ -1,4 +1,7 @@
-"""How samples, attempts and tasks end (design words: Outcome, State)."""
+"""How samples, attempts and tasks end (design words: Outcome, State).
+
+What is journalled for each sample is stored as an array: a new field goes to the end and has a default.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ class EpisodePhase(StrEnum):
     EVAL = "eval"
 
 
-class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Reward(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The score of one sample, and whatever the scorer wants to say about it (JSON values)."""
 
     score: float
@@ -99,7 +102,7 @@ class AgentResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     metrics: dict[str, float] = NO_METRICS
 
 
-class Timings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Timings(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Where a sample's time went, in seconds: waiting for admission, in run (of which generating), in eval."""
 
     wait_seconds: float = 0.0
@@ -113,7 +116,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.run_seconds + self.eval_seconds
 
 
-class SampleDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class SampleDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One sample's terminal record; every planned sample of a task gets exactly one.
 
     termination_reason: the agent's own. error: what was raised, if anything. phase: the EpisodePhase that raised it.

@@ -16,7 +16,7 @@ BatchId = int | str
 DEFAULT_NAMESPACE = "default"
 
 
-class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, forbid_unknown_fields=True):
     """How many new attempts a SubTask may have: after a failure or timeout of the agent, after a lost worker or node,
     and (refills) after an attempt whose samples ended by a fault of the infrastructure.
 
@@ -29,7 +29,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_un
     max_retries: int | None = None
 
 
-class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """How a task is to be run. `task_type` names the EvaluatorSpec, `dataset` groups results in reports.
 
     sampling, stopping: this task's own values; they beat the spec's, field by field.
@@ -62,7 +62,7 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return -(-self.repeat_times // (self.max_samples_per_subtask or self.repeat_times))
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One prompt plus its configuration; yields `repeat_times` samples and exactly one TaskDone.
 
     prompt and data are the handler's business alone: data is opaque bytes and is never decoded here.

@@ -40,7 +40,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     log_prob_kind: LogProbKind | None = None
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One episode's tokens. Weight spans and turns count positions in the arrays."""
 
     token_id_bytes: bytes = b""

@@ -21,7 +21,7 @@ from py_scheduler.execution.episode import EpisodeServices
 from py_scheduler.execution.runner import INLINE, Runner, SeatGoneError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
@@ -48,19 +48,35 @@ class AttemptBoard(Protocol):
 
 
 class Evaluator:
-    """The samples of one batch that have not been started, and how many slots are at them."""
+    """The samples of one batch that have not been started, and how many slots are at them.
 
-    __slots__ = ("_seeking", "active_slots", "board", "pending", "runner", "services", "spec")
+    admitted_at: monotonic seconds.
+    """
+
+    __slots__ = (
+        "_seeking",
+        "active_slots",
+        "admitted_at",
+        "board",
+        "namespace",
+        "pending",
+        "runner",
+        "services",
+        "spec",
+    )
 
     def __init__(
         self,
         spec: EvaluatorSpec,
-        attempts: Iterable[PlannedAttempt],
+        attempts: Sequence[PlannedAttempt],
         services: EpisodeServices,
         board: AttemptBoard,
+        admitted_at: float,
         runner: Runner = INLINE,
     ) -> None:
         self.spec = spec
+        self.namespace = attempts[0].namespace
+        self.admitted_at = admitted_at
         self.pending = deque(attempts)
         self.active_slots = 0
         self.services = services

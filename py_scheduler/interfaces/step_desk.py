@@ -130,9 +130,13 @@ class StepDesk:
                     f"{other.request.kind} {other.request.rollout_id} is under way: wait for it, or follow it with its "
                     f"request_id {other.request.request_id!r}"
                 )
+        before_sequence = self._scheduler.engine.last_sequence
         if request.kind is StepKind.ROLLOUT:
             self._scheduler.training_loop.refuse_if_done(request.request_id)
-        step = _Step(request, Trace(self._scheduler.engine.last_sequence, request.request_id))
+            if self._scheduler.training_loop.was_begun_before(request.request_id):
+                # What was played of it by then is in the journal, if that survived.
+                before_sequence = self._scheduler.engine.oldest_sequence - 1
+        step = _Step(request, Trace(before_sequence, request.request_id))
         self._steps[request.request_id] = step
         step.task = self._tasks.create_task(self._run(step), name=f"{request.kind} {request.rollout_id}")
         # Besides at the end of `_run`, because a task that is cancelled before its first turn never comes there.

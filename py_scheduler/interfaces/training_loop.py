@@ -39,12 +39,14 @@ class TrainingLoop:
         self._path = None if folder.root is None else folder.root / STATE_FILE
         self._state: LoopState | None = None
         self._unclaimed: RolloutResult | None = None
+        self._found: LoopState | None = None
+        """As the process before this one left it."""
 
     def restore(self) -> None:
         """Reads the state and puts the source where it stood. Raises FailedPreconditionError when it is another's."""
         if self._path is None:
             return
-        self._state = read_loop_state(self._path)
+        self._state = self._found = read_loop_state(self._path)
         if self._state is not None and self.source is not None and self._state.source_state:
             self.source.restore(self._state.source_state)
 
@@ -69,6 +71,11 @@ class TrainingLoop:
                 "started anew; its report is gone, its samples and its summary are in the artifact folder. Go on with "
                 f"iteration {self.next_rollout_id}, or send a fresh request_id to execute another one"
             )
+
+    def was_begun_before(self, request_id: str) -> bool:
+        """Whether the process before this one had begun, and not finished, the iteration that a client asks for."""
+        state = self._state
+        return state is not None and state is self._found and not state.is_finished and state.request_id == request_id
 
     async def begin(self, rollout_id: int, request_id: str = "") -> str:
         """Writes down that the iteration is under way; the prefix of its request ids."""

@@ -18,25 +18,28 @@ from py_scheduler.scheduler.commands import LeaseAttempts
 from py_scheduler.scheduler.flows import FlowPolicy
 from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyClaim, ReadyQueue
 from py_scheduler.scheduler.service_order import Ahead, ahead_of, describe_ahead
+from py_scheduler.scheduler.shares import Shares, supply_of
 from py_scheduler.scheduler.task_explanation import TaskExplainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import AttemptRef
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.leases import PlacementDemand
     from py_scheduler.domain.ports import Clock
+    from py_scheduler.domain.quotas import NamespaceSettings
     from py_scheduler.domain.resources import PlacementToken, Resource
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.placement import Lease
     from py_scheduler.scheduler.flows import ReadyEntry
+    from py_scheduler.scheduler.quotas import Quotas
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
     from py_scheduler.scheduler.staleness_gate import HeldBatch, StalenessGate
 
-    Launch = Callable[[EvaluatorSpec, list[PlannedAttempt], Sequence[PlacementToken | None]], None]
+    Launch = Callable[[EvaluatorSpec, list[PlannedAttempt], Sequence[PlacementToken | None], float], None]
 
 _TURN_SECONDS = 0.002
 _SHUTTING_DOWN = "the server is shutting down and admits nothing"
@@ -56,6 +59,8 @@ class Admission:
         clock: Clock,
         settings: EngineSettings,
         launch: Launch,
+        quotas: Quotas,
+        namespaces: Mapping[str, NamespaceSettings],
         gate: StalenessGate | None = None,
     ) -> None:
         self._pool = pool
@@ -64,13 +69,24 @@ class Admission:
         self._max_slots = settings.max_running_samples
         self._launch = launch
         eval_weight = None if settings.eval_weight == "by_batch_id" else settings.eval_weight
+        self._quotas = quotas
+        weights = {namespace: table.weight for namespace, table in namespaces.items()}
+        self._shares = Shares(supply_of(pool, settings.max_running_samples), weights)
         self._queue = ReadyQueue(
-            settings.max_bypass, FlowPolicy(eval_weight), settings.max_wait_seconds, self._competes
+            settings.max_bypass,
+            FlowPolicy(eval_weight),
+            settings.max_wait_seconds,
+            self._competes,
+            shares=self._shares,
+            wants=self._wants,
+            is_capped=self._is_capped,
         )
         self._wake = asyncio.Event()
         self._slots_out = 0
         self._stranded_tokens = 0
         self._may_hold_ended = False
+        self._in_budget: dict[str, int] = {}
+        """How many tokens the budget of each evaluator holds."""
         self._demands: dict[str, Resource] = {}
         """What a sample of each evaluator holds: always the same object, which the pool has converted already."""
         self._gate = gate
@@ -106,7 +122,7 @@ class Admission:
 
     def withdraw(self, entry: ReadyClaim) -> None:
         """Takes out a claim that waits no longer: what it held back may go on."""
-        self._queue.remove(entry)
+        self._queue.remove(entry, self._clock.monotonic())
         self._wake.set()
 
     def room_is_stranded(self, tokens: int) -> None:
@@ -118,10 +134,21 @@ class Admission:
         self._queue.holds_back = tokens == 0
         self._wake.set()
 
-    def slot_returned(self) -> None:
-        """A slot is free again, and its token has been given back."""
+    def slot_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
+        """A slot that was handed out at `taken_at` is free again, and its token has been given back."""
         self._slots_out -= 1
+        demand, now = self._demand_of(spec), self._clock.monotonic()
+        self._shares.give_back(namespace, spec.evaluator_id, demand, 1, taken_at, now)
         self.room_returned()
+
+    def claim_returned(self, namespace: str, per_sample: Resource, tokens: int, taken_at: float) -> None:
+        """So many tokens of a claim have been given back."""
+        self._shares.give_back(namespace, per_sample, per_sample, tokens, taken_at, self._clock.monotonic())
+        self.room_returned()
+
+    def quotas_changed(self) -> None:
+        """What a quota kept from being admitted may go on."""
+        self._wake.set()
 
     def room_returned(self) -> None:
         """Something was given back to the pool."""
@@ -166,8 +193,8 @@ class Admission:
                 self._may_hold_ended = self._may_hold_ended and len(self._queue) > 0
                 break
             if isinstance(entry, ReadyBatch) and not self._has_live_attempts(entry):
-                self._queue.drop(entry)
-            elif not self._admit(entry):
+                self._queue.drop(entry, now)
+            elif not self._admit(entry, now):
                 self._queue.refuse(entry)
             elif isinstance(entry, ReadyBatch):
                 leased.extend([attempt.ref for attempt in entry.attempts])
@@ -187,36 +214,67 @@ class Admission:
             entry.attempts = live
         return True
 
-    def _admit(self, entry: ReadyEntry) -> bool:
+    def _admit(self, entry: ReadyEntry, now: float) -> bool:
         if isinstance(entry, ReadyClaim):
-            return self._grant(entry)
+            return self._grant(entry, now)
         assert isinstance(entry, ReadyBatch)
-        tokens = self._tokens_for(entry.spec, len(entry.attempts))
+        tokens = self._tokens_for(entry)
         if tokens is None:
             return False
-        self._queue.admit(entry)
+        self._queue.admit(entry, now)
         self._slots_out += len(tokens)
-        self._launch(entry.spec, entry.attempts, tokens)
+        self._launch(entry.spec, entry.attempts, tokens, now)
         return True
 
-    def _grant(self, entry: ReadyClaim) -> bool:
+    def _grant(self, entry: ReadyClaim, now: float) -> bool:
         assert self._pool is not None, "without a pool nobody can claim"
         lease = self._pool.try_acquire_batch(entry.budget, entry.per_sample, entry.tokens)
         if lease is None:
             return False
-        self._queue.admit(entry)
+        self._queue.admit(entry, now)
         entry.grant(lease)
         return True
 
-    def _tokens_for(self, spec: EvaluatorSpec, count: int) -> Sequence[PlacementToken | None] | None:
-        demand = self._demand_of(spec)
-        count = min(count, self._max_slots)
-        if self._slots_are_short(spec, count):
+    def _tokens_for(self, entry: ReadyBatch) -> Sequence[PlacementToken | None] | None:
+        spec, wanted = entry.spec, self._tokens_at_once(entry)
+        if self._slots_are_short(wanted):
             return None
         if self._pool is None:
-            return [None] * min(count, spec.resource.concurrency)
-        lease = self._pool.try_acquire_batch(spec.resource, demand, count)
+            return [None] * wanted
+        lease = self._pool.try_acquire_batch(spec.resource, self._demand_of(spec), wanted)
         return None if lease is None else lease.tokens
+
+    def _tokens_at_once(self, entry: ReadyEntry) -> int:
+        """What an entry takes when it is admitted: a batch no more than its budget, and any limit, lets run at once."""
+        if isinstance(entry, ReadyClaim):
+            return entry.tokens
+        assert isinstance(entry, ReadyBatch)
+        count = len(entry.attempts)
+        if count == 1:  # Most batches; whatever the limits are, they let one run.
+            return 1
+        quota = self._quotas.of(entry.flow[0]).max_running_samples
+        limit = self._max_slots if quota is None else min(self._max_slots, quota)
+        return min(count, limit, self._tokens_in_budget(entry.spec))
+
+    def _tokens_in_budget(self, spec: EvaluatorSpec) -> int:
+        count = self._in_budget.get(spec.evaluator_id)
+        if count is None:
+            if self._pool is None:
+                count = spec.resource.concurrency
+            else:
+                count = tokens_in_budget(spec.resource, spec.sample_resource)
+            self._in_budget[spec.evaluator_id] = count
+        return count
+
+    def _wants(self, entry: ReadyEntry) -> tuple[Resource | None, int]:
+        return self._sample_of(entry), self._tokens_at_once(entry)
+
+    def _is_capped(self, entry: ReadyEntry) -> bool:
+        if not self._quotas.there_are_any:
+            return False
+        namespace = entry.flow[0]
+        quota = self._quotas.of(namespace).max_running_samples
+        return quota is not None and self._shares.tokens_of(namespace) + self._tokens_at_once(entry) > quota
 
     def _demand_of(self, spec: EvaluatorSpec) -> Resource:
         demand = self._demands.get(spec.evaluator_id)
@@ -239,13 +297,10 @@ class Admission:
         return self._demand_of(entry.spec)
 
     def _lacks_slots(self, entry: ReadyEntry) -> bool:
-        return isinstance(entry, ReadyBatch) and self._slots_are_short(entry.spec, len(entry.attempts))
+        return isinstance(entry, ReadyBatch) and self._slots_are_short(self._tokens_at_once(entry))
 
-    def _slots_are_short(self, spec: EvaluatorSpec, count: int) -> bool:
-        room = self._max_slots - self._slots_out
-        return room < count and room < min(
-            count, self._max_slots, tokens_in_budget(spec.resource, spec.sample_resource)
-        )
+    def _slots_are_short(self, wanted: int) -> bool:
+        return self._max_slots - self._slots_out < wanted
 
     # Why does it wait?
 
@@ -301,7 +356,7 @@ class Admission:
             return _SHUTTING_DOWN
         reason = self._why_not_admitted(entry)
         turn = describe_ahead(self._queue, entry, ahead) if ahead is not None else _ITS_TURN
-        if reason and len(self._queue.flows.waiting) == 1:
+        if reason and len(self._queue.flows) == 1:
             return reason
         return f"{reason}; {turn}" if reason else turn
 
@@ -312,6 +367,10 @@ class Admission:
 
     def _why_not_admitted(self, entry: ReadyEntry) -> str:
         """What would keep it waiting even if its turn came; empty when nothing is known to."""
+        namespace = entry.flow[0]
+        if self._is_capped(entry):
+            quota, held = self._quotas.of(namespace).max_running_samples, self._shares.tokens_of(namespace)
+            return f"the quota of namespace {namespace!r} is max_running_samples = {quota}, and {held} are running"
         if self._lacks_slots(entry):
             return f"max_running_samples ({self._max_slots}) are running"
         if self._pool is not None and self._queue.is_blocked(entry):

@@ -43,6 +43,7 @@ from py_scheduler.execution.generation_gateway import GenerationGateway
 from py_scheduler.execution.runner import start_runners
 from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.admission import Admission
+from py_scheduler.scheduler.checkpoints import Checkpoints
 from py_scheduler.scheduler.collector import Collector
 from py_scheduler.scheduler.commands import AcceptTasks, ResumeTraining, StopTasks
 from py_scheduler.scheduler.deadlines import Deadlines
@@ -51,10 +52,18 @@ from py_scheduler.scheduler.event_log import EventLog
 from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attempts
 from py_scheduler.scheduler.lease_desk import LeaseDesk, node_view
 from py_scheduler.scheduler.ledger import Ledger
+from py_scheduler.scheduler.quotas import Quotas
 from py_scheduler.scheduler.recorded_weights import RecordedWeights
 from py_scheduler.scheduler.recorder import Recorder
 from py_scheduler.scheduler.records import submission_and_number
-from py_scheduler.scheduler.restore import fold, interrupt_running, open_batches, unscored_groups
+from py_scheduler.scheduler.restore import (
+    collector_at_rest,
+    complete_groups,
+    fold,
+    interrupt_running,
+    open_batches,
+    unscored_groups,
+)
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.staleness_gate import StalenessGate
 from py_scheduler.scheduler.supervisor import EVERYTHING, Concerned, Supervisor
@@ -68,6 +77,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
+    from py_scheduler.domain.quotas import NamespaceSettings, Quota
     from py_scheduler.domain.runners import RunnerView
     from py_scheduler.domain.task import Batch, Task
     from py_scheduler.execution.attempt import PlannedAttempt
@@ -80,6 +90,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_SECONDS = 1.0
 _WORKFLOW_ID = "workflow_id"
+_LAST_COMMIT_SECONDS = 2.0
 
 
 class TaskDeadline:
@@ -115,8 +126,11 @@ class Engine:
         default_stopping: StoppingCriteria = StoppingCriteria(),
         api_front: ApiFront | None = None,
         runners: Mapping[str, Runner] | None = None,
+        namespaces: Mapping[str, NamespaceSettings] = {},
     ) -> None:
-        """runners: by evaluator_id; evaluators without one run in this loop."""
+        """runners: by evaluator_id; evaluators without one run in this loop. namespaces: what each weighs and may hold;
+        others weigh 1 and have no quota.
+        """
         self._intake = Intake(specs, pool if settings.has_fixed_nodes else None, batching_strategy)
         self._pool = pool
         self._clock = clock
@@ -127,6 +141,7 @@ class Engine:
         self._event_log = EventLog(journal, settings.retained_events, settings.retained_bytes)
         self._gate = StalenessGate(self._ledger, settings.staleness) if settings.staleness else None
         self._recorder = Recorder(self._ledger, self._event_log, self._gate)
+        self._checkpoints = Checkpoints(journal, self._ledger, self._event_log)
         self._workdirs = Workdirs(settings.workdir_root)
         weights = RecordedWeights(self._recorder, self._event_log, clock)
         self.generation = GenerationGateway(generation_engines, settings.max_running_generations, weights)
@@ -143,20 +158,39 @@ class Engine:
             self._slot_returned,
             self._room_is_stranded,
         )
-        self._admission = Admission(pool, self._recorder, clock, settings, self._supervisor.launch, self._gate)
         self._collector = Collector(self._recorder, self._event_log, clock, settings, self._stop_and_wait)
-        self.leases = LeaseDesk(pool, self._admission, clock, settings)
+        self.quotas = Quotas(namespaces)
+        launch = self._supervisor.launch
+        self._admission = Admission(pool, self._recorder, clock, settings, launch, self.quotas, namespaces, self._gate)
+        self.leases = LeaseDesk(pool, self._admission, clock, settings, self.quotas)
         self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
         self._exit = AsyncExitStack()
+        self._journal_is_taken = False
         self.is_running = False
 
+    async def open_journal(self, stack: AsyncExitStack) -> None:
+        """Takes the store, also before the engine starts; it is closed at the end of `stack`. Raises JournalError."""
+        if self._journal_is_taken:
+            return
+        self._journal_is_taken = True
+        stack.push_async_callback(self._journal.close)
+        await asyncio.to_thread(self._journal.open)
+
     async def __aenter__(self) -> Self:
-        self._exit.push_async_callback(self._journal.close)
-        await start_runners(self._runners.values(), self._exit)
-        await self._restore()
+        await self.open_journal(self._exit)
+        try:
+            await start_runners(self._runners.values(), self._exit)
+            with collector_at_rest():
+                await self._restore()
+        except BaseException:
+            await self._exit.aclose()
+            raise
         tasks = await self._exit.enter_async_context(asyncio.TaskGroup())
-        resident = tasks.create_task(self._admission.run(), name="admission")
-        self._exit.callback(resident.cancel)
+        residents = [tasks.create_task(self._admission.run(), name="admission")]
+        if self._journal.is_durable:
+            residents.append(tasks.create_task(self._checkpoints.run(), name="checkpoints"))
+        for resident in residents:
+            self._exit.callback(resident.cancel)
         self.is_running = True
         return self
 
@@ -171,8 +205,12 @@ class Engine:
         await self._exit.aclose()
 
     async def _restore(self) -> None:
-        await fold(self._journal, self._ledger, self._gate)
+        folded = fold(self._journal, self._ledger, self._gate)
+        self.leases.start(self._journal.first_fencing_token)
         self._event_log.start(self._ledger.last_sequence)
+        self._event_log.acknowledgements.restore(self._ledger.submissions(), self._journal.oldest_sequence)
+        self._checkpoints.start(folded.snapshots)
+        await complete_groups(self._journal, self._ledger, folded)
         interrupt_running(self._recorder, self._clock)
         for submission in self._ledger.open_submissions():
             self._arm_deadlines(submission.open_tasks.values())
@@ -208,7 +246,7 @@ class Engine:
         key = request.key
         if self._ledger.request(key.namespace, request.request_id) is None:
             self._event_log.check_writable()
-            self._check_room(request.tasks)
+            self._check_room(request.tasks, key.namespace)
             if request.delivery is Delivery.COLLECT:
                 self._check_kept()
         accept = AcceptTasks(
@@ -237,9 +275,12 @@ class Engine:
             before_sequence=answered.before_sequence,
         )
 
-    def _check_room(self, tasks: Sequence[Task]) -> None:
+    def _check_room(self, tasks: Sequence[Task], namespace: str) -> None:
         if self._admission.is_stopped:
             raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
+        open_in_namespace = self._ledger.open_tasks_in(namespace)
+        self.quotas.check_tasks(namespace, open_in_namespace, len(tasks))
+        self.quotas.check_retained(namespace, self._event_log.unread_bytes)
         ledger, settings = self._ledger, self._settings
         samples = sum([task.config.repeat_times for task in tasks])
         for what, are_open, more, limit in (
@@ -274,8 +315,8 @@ class Engine:
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         self._admission.requeue(spec, attempts)
 
-    def _slot_returned(self) -> None:
-        self._admission.slot_returned()
+    def _slot_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
+        self._admission.slot_returned(spec, namespace, taken_at)
 
     def _room_is_stranded(self, tokens: int) -> None:
         self._admission.room_is_stranded(tokens)
@@ -292,6 +333,11 @@ class Engine:
     def nodes_have_changed(self) -> None:
         """To be told after nodes of the pool were added or resumed: what waits may fit now."""
         self._admission.room_returned()
+
+    def limit_namespaces(self, quotas: Mapping[str, Quota]) -> None:
+        """Quotas beside those of the settings, in place of what was said so before; "*": of every namespace."""
+        self.quotas.limit_further(quotas)
+        self._admission.quotas_changed()
 
     # Stops
 
@@ -437,7 +483,12 @@ class Engine:
             for submission in self._ledger.open_submissions():
                 self._stop_tasks(submission, (), StopCause.SHUTDOWN, "the server is shutting down")
             await self._supervisor.wait_stopped(EVERYTHING)
-        self._event_log.flush()
+        try:
+            # Streams end with what is committed by then: what happened last is to be in it.
+            async with asyncio.timeout(_LAST_COMMIT_SECONDS):
+                await self._event_log.wait_committed(self._ledger.last_sequence)
+        except (TimeoutError, ResourceExhaustedError):
+            logger.warning("the journal did not take the last events: streams end without them")
 
     # Questions
 
@@ -495,6 +546,14 @@ class Engine:
         The first frame comes at once, be it empty. Raises CursorExpiredError, InvalidArgumentError.
         """
         return self._event_log.watch(event_filter, after_sequence)
+
+    def acknowledge(self, event_filter: EventFilter, through_sequence: int) -> int:
+        """Lets go of the events of the filter's submission, or of its namespace, whatever their kind; the oldest
+        sequence that can be watched afterwards. Raises InvalidArgumentError.
+        """
+        self._event_log.check_given_out(through_sequence)
+        self._event_log.acknowledge(event_filter.namespace, event_filter.submission_id, through_sequence)
+        return self.oldest_sequence
 
     def submission(self, selector: SubmissionSelector) -> SubmissionView:
         """How a submission stands, and why what waits is waiting. Raises NotFoundError."""

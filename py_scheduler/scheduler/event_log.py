@@ -27,6 +27,7 @@ from py_scheduler.domain.events import (
 )
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
 from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, ResourceExhaustedError
+from py_scheduler.scheduler.acknowledgements import Acknowledgements
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -64,6 +65,7 @@ class EventLog:
         self._journal = journal
         self._max_tail_events = min(_TAIL_EVENTS, max_tail_events)
         self._max_tail_bytes = min(_TAIL_BYTES, max_tail_bytes)
+        self.acknowledgements = Acknowledgements()
         self._outbox: list[EventRecord] = []
         self._flush_is_due = False
         self._uncommitted: list[EventRecord] = []
@@ -97,6 +99,7 @@ class EventLog:
         self._flush_is_due = False
         if self._outbox:
             records, self._outbox = self._outbox, []
+            self.acknowledgements.count(records)
             self._uncommitted.extend(records)
             self._journal.append(records)
 
@@ -139,6 +142,26 @@ class EventLog:
             cut += 1
         del tail[:cut]
 
+    def acknowledge(self, namespace: str, submission_id: str, through_sequence: int) -> None:
+        """Nobody will read these events of a submission (empty: of the namespace) again.
+
+        What nobody will read at all, the journal drops when that is worth its while.
+        """
+        read = self.acknowledgements
+        read.forget_before(self._journal.oldest_sequence)
+        read.acknowledge(namespace, submission_id, min(through_sequence, self.committed_sequence))
+        droppable = min(read.droppable_through(self._appended_sequence), self.committed_sequence)
+        if droppable >= self._journal.oldest_sequence:
+            self._journal.discard_through(droppable)
+
+    def unread_bytes(self, namespace: str) -> int:
+        """What unacknowledged events of a namespace take."""
+        return self.acknowledgements.bytes_in(namespace, self._journal.oldest_sequence)
+
+    async def wait_news(self) -> None:
+        """Returns after the next commit, or failure to commit."""
+        await self._news.wait()
+
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
@@ -156,13 +179,17 @@ class EventLog:
         oldest = self._journal.oldest_sequence
         if after_sequence is None:
             return oldest - 1
-        if after_sequence > self.committed_sequence:
-            raise InvalidArgumentError("this sequence has not been given out yet", "cursor")
+        self.check_given_out(after_sequence)
         if after_sequence + 1 < oldest:
             raise CursorExpiredError(
                 f"events up to {oldest - 1} are no longer retained: start again without a cursor", oldest
             )
         return after_sequence
+
+    def check_given_out(self, sequence: int) -> None:
+        """Raises InvalidArgumentError for a sequence that nobody can have seen."""
+        if sequence > self.committed_sequence:
+            raise InvalidArgumentError("this sequence has not been given out yet", "cursor")
 
     async def watch(self, event_filter: EventFilter, after_sequence: int | None) -> AsyncIterator[EventFrame]:
         """Frames from the cursor on, until the log is closed. The first comes at once, be it empty."""

@@ -1,4 +1,4 @@
-"""How waiting work of different kinds shares room: by weight, in virtual time.
+"""How the waiting work of one namespace shares its room: by weight, in virtual time.
 
 A flow is what shares as one: the evals of a namespace, or its training. Its virtual time rises by what it is given over
 its weight, and the flow whose virtual time is least is served first. So over any stretch in which two flows wait, what
@@ -12,6 +12,7 @@ several at once would never find them together.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -156,28 +157,36 @@ class Flow:
 
 
 class Flows:
-    """The flows that wait. One that waits anew starts level with the others: it has no credit of its idle time.
+    """The flows of one namespace that wait. One that waits anew starts level with the others: it has no credit of its
+    idle time. Nor is it forgiven what it was given ahead of them: that is remembered while any of them waits.
 
-    Nor is it forgiven what it was given ahead of them: that is remembered until they have caught up.
+    max_wait_seconds: what has waited so long goes before the rest; None: nothing does.
     """
 
-    def __init__(self, policy: FlowPolicy) -> None:
-        self.policy = policy
+    def __init__(self, namespace: str, policy: FlowPolicy, max_wait_seconds: float | None = None) -> None:
+        self.namespace = namespace
         self.waiting: dict[FlowKey, Flow] = {}
+        self._policy = policy
+        self._max_wait_seconds = max_wait_seconds
         self._ahead: dict[FlowKey, float] = {}
         """Virtual times of flows that do not wait now."""
+        self._by_age: deque[ReadyEntry] = deque()
+        """As they came, if somebody may be promoted; some are gone."""
 
     def __len__(self) -> int:
         return sum([flow.count for flow in self.waiting.values()])
 
-    def open(self, key: FlowKey) -> Flow:
-        """The flow, which waits from now on."""
-        flow = self.waiting.get(key)
+    def push(self, entry: ReadyEntry) -> None:
+        flow = self.waiting.get(entry.flow)
         if flow is None:
-            flow = Flow(key, self.policy.weight_of(key))
-            flow.virtual_time = max(self._ahead.pop(key, 0.0), self._level(background=flow.is_background))
-            self.waiting[key] = flow
-        return flow
+            flow = Flow(entry.flow, self._policy.weight_of(entry.flow))
+            flow.virtual_time = max(self._ahead.pop(entry.flow, 0.0), self._level(background=flow.is_background))
+            self.waiting[entry.flow] = flow
+        flow.push(entry)
+        if self._max_wait_seconds is not None:
+            self._by_age.append(entry)
+            if len(self._by_age) > 2 * len(self) + _KEEP_GONE:
+                self._by_age = deque(entry for entry in self._by_age if not entry.is_gone)
 
     def take_out(self, entry: ReadyEntry) -> bool:
         """Removes an entry. True when it was the last of its shape in its flow."""
@@ -186,15 +195,29 @@ class Flows:
         if not flow.count:
             del self.waiting[entry.flow]
             self._ahead[entry.flow] = flow.virtual_time
-            if not self.waiting:
-                self._ahead.clear()
-            elif len(self._ahead) > _KEEP_GONE + len(self.waiting):
-                self._forget()
         return was_last
 
-    def foremost(self) -> Flow:
-        """The flow to be served next. There must be one."""
-        return min(self.waiting.values(), key=lambda flow: flow.rank)
+    def is_overdue(self, entry: ReadyEntry, now: float) -> bool:
+        """Whether it has waited so long that it goes before what has not."""
+        return self._max_wait_seconds is not None and now - entry.queued_at >= self._max_wait_seconds
+
+    def overdue(self, now: float) -> ReadyEntry | None:
+        """What goes first for its age."""
+        if self._max_wait_seconds is None:
+            return None
+        by_age = self._by_age
+        while by_age and by_age[0].is_gone:
+            by_age.popleft()
+        return by_age[0] if by_age and self.is_overdue(by_age[0], now) else None
+
+    def foremost(self, now: float) -> ReadyEntry:
+        """What is to be served next, whatever blocks it. There must be something."""
+        overdue = self.overdue(now)
+        if overdue is not None:
+            return overdue
+        if len(self.waiting) == 1:
+            return next(iter(self.waiting.values())).head()
+        return min(self.waiting.values(), key=lambda flow: flow.rank).head()
 
     def in_order(self) -> list[Flow]:
         flows = list(self.waiting.values())
@@ -202,13 +225,23 @@ class Flows:
             flows.sort(key=lambda flow: flow.rank)
         return flows
 
+    def passed_by(self, entry: ReadyEntry | None, now: float) -> list[ReadyEntry]:
+        """What an entry goes before although its turn is later: whoever is first by age, and the heads of the flows up
+        to the entry's own. None: an entry of another namespace, which is behind all of this one.
+        """
+        overdue = self.overdue(now)
+        if entry is not None and entry is overdue:
+            return []
+        passed = [] if overdue is None else [overdue]
+        for flow in self.in_order():
+            head = flow.head()
+            if head is not entry and head is not overdue:
+                passed.append(head)
+            if entry is not None and flow.key == entry.flow:
+                break
+        return passed
+
     def _level(self, *, background: bool) -> float:
         return min(
             [flow.virtual_time for flow in self.waiting.values() if flow.is_background == background], default=0.0
         )
-
-    def _forget(self) -> None:
-        """Drops those that the others have caught up with, and if need be whatever is least ahead."""
-        level = self._level(background=False)
-        kept = heapq.nlargest(len(self.waiting) + _KEEP_GONE // 2, self._ahead.items(), key=lambda item: item[1])
-        self._ahead = {key: time for key, time in kept if time > level}

@@ -7,8 +7,8 @@ Invariants
   1. A claim stands in the ready queue exactly while it is PENDING, and holds a lease of the pool exactly while it is
      GRANTED. It goes from one state to the next within one turn of the loop, and never back.
   2. Room comes back once, by a release or at the expiry, and whoever gives it back wakes admission.
-  3. Fencing tokens rise strictly with every grant, also from one run of the server to the next as long as its wall
-     clock is not set back.
+  3. Fencing tokens rise strictly with every grant, also from one run of the server to the next: the journal says where
+     they begin, and moves that on for good each time it is opened. Without one on disk it is the wall clock.
   4. A claim that is not over has exactly one entry in the deadline heap, which never comes later than its end:
      renewing moves `expires_at` alone, and the entry follows when it comes up.
   5. A claim is found under its lease id and its request id until it is forgotten; only ENDED ones are, oldest first.
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from py_scheduler.errors import FieldViolation
     from py_scheduler.placement import Lease, NodeUsage, PlacementPool
     from py_scheduler.scheduler.admission import Admission
+    from py_scheduler.scheduler.quotas import Quotas
     from py_scheduler.scheduler.settings import EngineSettings
 
 _RETRY_AFTER_SECONDS = 1.0
@@ -73,11 +74,12 @@ class LeaseDesk:
     """
 
     def __init__(
-        self, pool: PlacementPool | None, admission: Admission, clock: Clock, settings: EngineSettings
+        self, pool: PlacementPool | None, admission: Admission, clock: Clock, settings: EngineSettings, quotas: Quotas
     ) -> None:
         self._pool = pool
         self._admission = admission
         self._clock = clock
+        self._quotas = quotas
         self._max_pending = settings.max_pending_claims
         self._retained = settings.retained_claims
         self._claims: dict[str, Claim] = {}
@@ -87,9 +89,12 @@ class LeaseDesk:
         self._remembered = 0
         """Request ids that ended claims keep: their own and those of their releases."""
         self._deadlines: Deadlines[Claim] = Deadlines(clock, self._on_deadline)
-        # Microseconds of the start: more than one grant in each would be needed to catch up with the next start.
-        self._fencing_tokens = itertools.count(int(clock.unix_time() * 1e6))
+        self._fencing_tokens = itertools.count(1)
         self._is_stopped = False
+
+    def start(self, first_fencing_token: int) -> None:
+        """Fencing tokens begin here: far above all that earlier runs of the server can have given out."""
+        self._fencing_tokens = itertools.count(first_fencing_token)
 
     # Calls
 
@@ -143,7 +148,7 @@ class LeaseDesk:
             claim.tokens.pop(token_no).release()
         if not claim.tokens:
             self._end(claim, "released by its owner")
-        self._admission.room_returned()
+        self._give_back(claim, len(returned))
         return self._answer(claim, request, len(returned))
 
     def capacity(self, per_sample: Resource) -> CapacityView:
@@ -194,6 +199,12 @@ class LeaseDesk:
             raise UnplaceableError(
                 f"the lease needs {tokens} tokens, the pool can give {capacity} even when empty: lower max_tokens, "
                 "ask for less per sample, or add nodes"
+            )
+        quota = self._quotas.of(request.namespace).max_running_samples
+        if quota is not None and tokens > quota:
+            raise UnplaceableError(
+                f"the lease needs {tokens} tokens, the quota of namespace {request.namespace!r} is "
+                f"max_running_samples = {quota}: lower max_tokens"
             )
         # Before it is known whether the claim would wait: one that is refused leaves nothing behind.
         if len(self._pending) >= self._max_pending:
@@ -288,7 +299,7 @@ class LeaseDesk:
             self._admission.withdraw(claim.entry)
         if claim.tokens and claim.lease is not None:
             claim.lease.release()
-            self._admission.room_returned()
+            self._give_back(claim, len(claim.tokens))
         if claim.state is LeaseState.PENDING:
             claim.waited_seconds = self._clock.monotonic() - claim.queued_at
         self._pending.discard(claim)
@@ -297,6 +308,10 @@ class LeaseDesk:
         claim.wake()
         self._ended.append(claim)
         self._remember(1 + len(claim.releases))
+
+    def _give_back(self, claim: Claim, tokens: int) -> None:
+        per_sample, granted_at = claim.terms.demand.per_sample, claim.queued_at + claim.waited_seconds
+        self._admission.claim_returned(claim.namespace, per_sample, tokens, granted_at)
 
     def _remember(self, count: int) -> None:
         self._remembered += count

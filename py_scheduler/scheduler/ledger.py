@@ -22,7 +22,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -100,7 +100,11 @@ class Ledger:
         self.last_sequence = 0
         self.open_samples = 0
         """Planned samples of open tasks."""
+        self._open_tasks_in: Counter[str] = Counter()
+        """Open tasks by namespace; those that have none are left out."""
         self.stale_commands = 0
+        self.is_folding = False
+        """While events of before are applied nothing is forgotten: of some, later ones are still to come."""
         self._retained_submissions = retained_submissions
         self._tasks: dict[str, TaskRecord] = {}
         self._submissions: dict[str, SubmissionRecord] = {}
@@ -144,6 +148,9 @@ class Ledger:
     def open_tasks(self) -> int:
         return len(self._tasks)
 
+    def open_tasks_in(self, namespace: str) -> int:
+        return self._open_tasks_in[namespace]
+
     def request(self, namespace: str, request_id: str) -> RequestRecord | None:
         return self._requests.get((namespace, request_id))
 
@@ -179,6 +186,10 @@ class Ledger:
             for subtask_no, subtask in enumerate(task.subtasks)
             if subtask.state is AttemptState.RUNNING
         ]
+
+    def submissions(self) -> list[SubmissionRecord]:
+        """The open ones, and the finished ones that are still remembered."""
+        return list(self._submissions.values())
 
     def open_submissions(self) -> list[SubmissionRecord]:
         return [submission for submission in self._submissions.values() if submission.open_tasks]
@@ -350,6 +361,7 @@ class Ledger:
             submission = SubmissionRecord(event.submission_id, SubmissionKey(event.batch_id, event.namespace))
             self._submissions[event.submission_id] = self._by_key[submission.key] = submission
         self._finished.pop(event.submission_id, None)
+        self._open_tasks_in[event.namespace] += len(event.tasks)
         for accepted in event.tasks:
             task = new_task(accepted.task_id, accepted.task, submission, event.unix_seconds)
             self._tasks[accepted.task_id] = submission.open_tasks[accepted.task_id] = task
@@ -362,15 +374,17 @@ class Ledger:
             self.open_samples += accepted.task.config.repeat_times
             if accepted.task.client_key:
                 submission.client_keys.add(accepted.task.client_key)
-        submission.next_task_no += len(event.tasks)
         self.results.apply_accepted(submission, event)
-        submission.request_ids.append(event.request_id)
-        self._requests[event.namespace, event.request_id] = RequestRecord(
+        request = RequestRecord(
             event.request_digest,
             event.submission_id,
-            tuple(accepted.task_id for accepted in event.tasks),
+            submission.next_task_no,
+            len(event.tasks),
             self.last_sequence,
         )
+        self._requests[event.namespace, event.request_id] = submission.requests[event.request_id] = request
+        submission.next_task_no += len(event.tasks)
+        submission.last_sequence = self.last_sequence + 1
 
     def _apply_leased(self, event: AttemptsLeased) -> None:
         for ref in event.attempts:
@@ -379,11 +393,13 @@ class Ledger:
 
     def _apply_started(self, event: AttemptStarted) -> None:
         task = self._tasks[event.task_id]
+        task.submission.last_sequence = self.last_sequence + 1
         _move(task, task.subtasks[event.subtask_no], AttemptState.RUNNING)
 
     def _apply_ended(self, event: AttemptEnded) -> None:
         task = self._tasks[event.task_id]
         subtask = task.subtasks[event.subtask_no]
+        task.submission.last_sequence = self.last_sequence + 1
         _move(task, subtask, event.state)
         subtask.running_seconds += event.running_seconds
         if event.next_attempt_no:
@@ -414,6 +430,7 @@ class Ledger:
         task.reason = task.reason or event.message
 
     def _apply_abort(self, event: AbortRequested) -> None:
+        self._submissions[event.submission_id].last_sequence = self.last_sequence + 1
         for task_id in event.task_ids:
             task = self._tasks[task_id]
             task.stop_cause = event.cause
@@ -430,8 +447,12 @@ class Ledger:
         self.open_samples -= event.planned_samples
         submission = task.submission
         del submission.open_tasks[event.task_id]
+        self._open_tasks_in[submission.key.namespace] -= 1
+        if not self._open_tasks_in[submission.key.namespace]:
+            del self._open_tasks_in[submission.key.namespace]
         submission.client_keys.discard(event.client_key)
         submission.done_tasks[event.state] += 1
+        submission.last_sequence = self.last_sequence + 1
         if event.state is not TaskState.ABORTED and not task.task.config.is_eval:
             self.history.finished_tasks += 1
         if task.staged is not None:
@@ -442,23 +463,41 @@ class Ledger:
     def _apply_collected(self, event: ResultsCollected) -> None:
         self.results.apply_collected(event)
         submission = self._submissions[event.submission_id]
+        submission.last_sequence = self.last_sequence + 1
         kept = submission.kept
         if submission.is_over and kept.returned_tasks == kept.scheduled_tasks and not kept.is_eval:
             self.history.completed_steps += 1
 
     def _apply_acknowledged(self, event: ResultsAcknowledged) -> None:
         self.results.apply_acknowledged(event)
-        self._settle(self._submissions[event.submission_id])
+        self._settle_after(self._submissions[event.submission_id])
 
     def _apply_discarded(self, event: ResultsDiscarded) -> None:
         self.results.apply_discarded(event)
-        self._settle(self._submissions[event.submission_id])
+        self._settle_after(self._submissions[event.submission_id])
+
+    def _settle_after(self, submission: SubmissionRecord) -> None:
+        submission.last_sequence = self.last_sequence + 1
+        self._settle(submission)
 
     def _settle(self, submission: SubmissionRecord) -> None:
         """A submission that nothing is left of is remembered for a while."""
         if not submission.is_forgettable:
             return
         self._finished[submission.submission_id] = None
+        if not self.is_folding:
+            self.forget_oldest()
+
+    def end_fold(self) -> None:
+        """Forgets what would have been forgotten meanwhile: snapshots are of different moments, so order comes last."""
+        self.is_folding = False
+        finished = [self._submissions[submission_id] for submission_id in self._finished]
+        finished.sort(key=lambda submission: submission.last_sequence)
+        self._finished = OrderedDict.fromkeys([submission.submission_id for submission in finished])
+        self.forget_oldest()
+
+    def forget_oldest(self) -> None:
+        """Finished submissions beyond `retained_submissions` go, those first that were finished first."""
         while len(self._finished) > self._retained_submissions:
             self._forget(self._finished.popitem(last=False)[0])
 
@@ -466,8 +505,30 @@ class Ledger:
         submission = self._submissions.pop(submission_id)
         if self._by_key.get(submission.key) is submission:
             del self._by_key[submission.key]
-        for request_id in submission.request_ids:
-            del self._requests[submission.key.namespace, request_id]
+        for request_id, request in submission.requests.items():
+            # A fold forgets late, when another submission may have taken the same request id.
+            if self._requests.get(key := (submission.key.namespace, request_id)) is request:
+                del self._requests[key]
+
+    # From snapshots
+
+    def adopt(self, submissions: Iterable[SubmissionRecord]) -> None:
+        """Takes submissions as snapshots had them, before any event is applied on top."""
+        # As they were made, so that of those under one key the newest has it.
+        for submission in sorted(submissions, key=_made_after):
+            self._submissions[submission.submission_id] = self._by_key[submission.key] = submission
+            self._tasks |= submission.open_tasks
+            if submission.open_tasks:
+                self._open_tasks_in[submission.key.namespace] += len(submission.open_tasks)
+            for request_id, request in submission.requests.items():
+                self._requests[submission.key.namespace, request_id] = request
+            self.open_samples += sum([task.task.config.repeat_times for task in submission.open_tasks.values()])
+            if not submission.open_tasks:
+                self._finished[submission.submission_id] = None
+
+
+def _made_after(submission: SubmissionRecord) -> int:
+    return min([request.before_sequence for request in submission.requests.values()], default=0)
 
 
 def _quarantined(command: EndAttempt, losses: int) -> EndAttempt:

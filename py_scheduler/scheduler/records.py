@@ -118,7 +118,9 @@ class KeptState(msgspec.Struct, gc=False):
 
 
 class SubmissionRecord:
-    """Everything under one key, counted by state. `open_tasks` holds what has no TaskDone yet."""
+    """Everything under one key, counted by state. `open_tasks` holds what has no TaskDone yet, `requests` what was
+    answered, by request id; `last_sequence` is that of the last event that changed it.
+    """
 
     __slots__ = (
         "attempts_in",
@@ -127,9 +129,10 @@ class SubmissionRecord:
         "done_tasks",
         "kept",
         "key",
+        "last_sequence",
         "next_task_no",
         "open_tasks",
-        "request_ids",
+        "requests",
         "submission_id",
     )
 
@@ -140,7 +143,8 @@ class SubmissionRecord:
         self.next_task_no = 0
         self.open_tasks: dict[str, TaskRecord] = {}
         self.client_keys: set[str] = set()
-        self.request_ids: list[str] = []
+        self.requests: dict[str, RequestRecord] = {}
+        self.last_sequence = 0
         self.attempts_in = dict.fromkeys(AttemptState, 0)
         self.done_tasks = dict.fromkeys(TaskState, 0)
         self.kept = KeptState()
@@ -167,9 +171,15 @@ class SubmissionRecord:
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False):
-    """What one SubmitTasks call was answered, for the same call sent again."""
+    """What one SubmitTasks call was answered, for the same call sent again: tasks that are numbered on from one."""
 
     digest: bytes
     submission_id: str
-    task_ids: tuple[str, ...]
+    first_task_no: int
+    task_count: int
     before_sequence: int
+
+    @property
+    def task_ids(self) -> tuple[str, ...]:
+        numbers = range(self.first_task_no, self.first_task_no + self.task_count)
+        return tuple([task_id_of(self.submission_id, number) for number in numbers])

@@ -27,7 +27,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dynamic_timeout: for tasks that ask for it; None: switched off.
     wait_after_min_seconds: how long a collect waits for more than the least that it asked for, unless it says.
     max_kept_bytes: results that wait to be collected or acknowledged; tasks to be collected are refused beyond.
-    retained_events, retained_bytes: what the in-memory journal keeps for watchers that come back.
+    retained_events, retained_bytes: what the journal keeps at most for watchers that come back.
     retained_submissions: finished submissions whose request ids and counts are remembered.
     has_fixed_nodes: whether the pool has all nodes that it will ever have, so that what they cannot hold is refused at
     once; without it that waits, and says why.

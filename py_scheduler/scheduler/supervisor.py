@@ -73,7 +73,7 @@ class Supervisor:
         settings: EngineSettings,
         runners: Mapping[str, Runner],
         requeue: Requeue,
-        slot_returned: Callable[[], None],
+        slot_returned: Callable[[EvaluatorSpec, str, float], None],
         room_is_stranded: Callable[[int], None],
     ) -> None:
         self._recorder = recorder
@@ -96,11 +96,15 @@ class Supervisor:
         """No attempt is started any more; what runs may finish."""
 
     def launch(
-        self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], tokens: Sequence[PlacementToken | None]
+        self,
+        spec: EvaluatorSpec,
+        attempts: list[PlannedAttempt],
+        tokens: Sequence[PlacementToken | None],
+        admitted_at: float,
     ) -> None:
         """Starts an evaluator on an admitted batch, one worker to a token."""
         runner = self._runners.get(spec.evaluator_id, INLINE)
-        evaluator = Evaluator(spec, attempts, self._services, self, runner)
+        evaluator = Evaluator(spec, attempts, self._services, self, admitted_at, runner)
         evaluator.active_slots = len(tokens)
         for token in tokens:
             self._workers.submit(evaluator, token)
@@ -149,7 +153,7 @@ class Supervisor:
             token.release()
         if not worker.is_abandoned:
             self._slot_is_gone(evaluator)
-        self._slot_returned()
+        self._slot_returned(evaluator.spec, evaluator.namespace, evaluator.admitted_at)
 
     # Stops
 

@@ -27,9 +27,12 @@ from py_scheduler.errors import (
     GenerationAbortedError,
     GenerationError,
     InvalidArgumentError,
+    JournalDamagedError,
+    JournalError,
     LeaseError,
     ModelFetchError,
     NotFoundError,
+    PermissionDeniedError,
     ResourceExhaustedError,
     RunnerError,
     RunnerLostError,
@@ -38,6 +41,7 @@ from py_scheduler.errors import (
     SchedulerError,
     ServerError,
     TurnLimitError,
+    UnauthenticatedError,
     UnplaceableError,
 )
 
@@ -60,6 +64,8 @@ _REASONS: dict[type[SchedulerError], tuple[str, int]] = {
     UnplaceableError: ("UNPLACEABLE", code_pb2.FAILED_PRECONDITION),
     AlreadyExistsError: ("ALREADY_EXISTS", code_pb2.ALREADY_EXISTS),
     NotFoundError: ("NOT_FOUND", code_pb2.NOT_FOUND),
+    UnauthenticatedError: ("UNAUTHENTICATED", code_pb2.UNAUTHENTICATED),
+    PermissionDeniedError: ("PERMISSION_DENIED", code_pb2.PERMISSION_DENIED),
     CursorExpiredError: ("CURSOR_EXPIRED", code_pb2.OUT_OF_RANGE),
     ResourceExhaustedError: ("RESOURCE_EXHAUSTED", code_pb2.RESOURCE_EXHAUSTED),
     FailedPreconditionError: ("FAILED_PRECONDITION", code_pb2.FAILED_PRECONDITION),
@@ -74,6 +80,8 @@ _REASONS: dict[type[SchedulerError], tuple[str, int]] = {
     RunnerError: ("RUNNER_FAILED", code_pb2.UNAVAILABLE),
     RunnerStartError: ("RUNNER_START_FAILED", code_pb2.UNAVAILABLE),
     RunnerLostError: ("RUNNER_LOST", code_pb2.UNAVAILABLE),
+    JournalError: ("JOURNAL", code_pb2.UNAVAILABLE),
+    JournalDamagedError: ("JOURNAL_DAMAGED", code_pb2.DATA_LOSS),
     ModelFetchError: ("MODEL_FETCH", code_pb2.UNAVAILABLE),
 }
 _CLASSES = {reason: error_class for error_class, (reason, _code) in _REASONS.items()}

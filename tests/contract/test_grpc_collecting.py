@@ -66,15 +66,15 @@ async def test_a_set_arrives_whole_and_is_acknowledged(client: SchedulerClient, 
     assert (asked.batch_id, asked.min_num, asked.max_num) == (7, 2, 5)
     assert (asked.clear_unfinished, asked.include_partial, asked.with_payloads) == (False, True, True)
     assert 9 < asked.timeout_seconds <= 10
-    assert served.engine.acknowledged == [("default", asked.request_id)]
+    assert served.engine.acknowledged_results == [("default", asked.request_id)]
 
 
 async def test_what_is_not_to_be_acknowledged_is_not(client: SchedulerClient, served: Served) -> None:
     served.engine.collected = REPLY
     await client.collect(submission_id="s", request_id="r", acknowledge=False)
-    assert served.engine.acknowledged == []
+    assert served.engine.acknowledged_results == []
     await client.ack_results("r")
-    assert served.engine.acknowledged == [("default", "r")]
+    assert served.engine.acknowledged_results == [("default", "r")]
 
 
 async def test_a_set_that_is_larger_than_any_message_arrives(served: Served) -> None:
@@ -95,7 +95,7 @@ async def test_a_server_that_stops_is_asked_again_with_the_same_request_id(serve
         restarted = await serve(second, listen=served.address)
         assert await waiting == REPLY
         assert [asked.request_id for asked in second.collects] == [served.engine.collects[0].request_id]
-        assert second.acknowledged == [("default", second.collects[0].request_id)]
+        assert second.acknowledged_results == [("default", second.collects[0].request_id)]
         await restarted.server.stop()
 
 

@@ -8,39 +8,13 @@ from typing import Any
 
 import pytest
 
-from py_scheduler.domain.evaluator import BaseAgent, Episode
 from py_scheduler.domain.resources import Resource
-from py_scheduler.domain.results import AgentResult, Reward, TaskState
+from py_scheduler.domain.results import TaskState
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.fake_clock import FakeClock, settle
-from tests.support.handlers import GatedAgent, spec_of
+from tests.support.handlers import GatedAgent, SteppingAgent, spec_of
 from tests.support.harness import running_engine, task_of
 from tests.support.leases import acquire_of, gpu_pool, release_of
-
-
-class SteppingAgent(BaseAgent):
-    """Lets one sample after the other end; `order` says who began when, by the first word of its prompt."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-        self.may_end = asyncio.Semaphore(0)
-        self.inside = self.peak = 0
-
-    async def run(self, episode: Episode) -> AgentResult:
-        self.order.append(episode.sample.task.prompt.partition(" ")[0])
-        self.inside += 1
-        self.peak = max(self.peak, self.inside)
-        await self.may_end.acquire()
-        self.inside -= 1
-        return AgentResult()
-
-    async def eval(self, episode: Episode, result: AgentResult) -> Reward:
-        return Reward(score=1.0)
-
-    async def end(self, count: int) -> None:
-        for _ in range(count):
-            self.may_end.release()
-            await settle()
 
 
 @pytest.mark.parametrize(("weight", "evals_of_80"), [(1.0, 40), (3.0, 60), (1 / 3, 20)])

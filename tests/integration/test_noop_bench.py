@@ -1,4 +1,4 @@
-"""The throughput benchmark in small: it asserts its own result, so a run that ends well is what matters here."""
+"""The benchmarks of a whole server in small: they assert their own results, so a run that ends well is what matters."""
 
 from __future__ import annotations
 
@@ -28,3 +28,19 @@ def test_the_noop_benchmark_in_small(tmp_path: Path) -> None:
     assert report["server_cpu_us_per_task"] > 0
     assert report["echo_ratio"] > 0
     assert "1500 no-op tasks, all succeeded" in done.stdout
+
+
+def test_the_restore_benchmark_in_small(tmp_path: Path) -> None:
+    report_file = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benches/restore.py"), "--tasks", "1000", "--json", str(report_file)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = json.loads(report_file.read_text(encoding="utf-8"))
+    assert [report["store"] for report in reports] == ["waiting", "done", "waiting, checkpoint"]
+    assert all(report["restore_seconds"] > 0 for report in reports)

@@ -23,8 +23,9 @@ from py_scheduler.rollout.store import read_samples
 from tests.support.served_process import served_process
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
+    from py_scheduler.domain.requests import WatchedRecord
     from py_scheduler.interfaces.task_scheduler import TaskScheduler
     from py_scheduler.rollout.groups import Group
 
@@ -221,13 +222,21 @@ async def test_a_step_of_which_nothing_survives_is_an_error_and_can_be_tried_aga
                 await steps.rollout(0)
 
 
+async def _records_of(frames: AsyncGenerator[WatchedFrame | StepReport, None]) -> AsyncGenerator[WatchedRecord, None]:
+    async for frame in frames:
+        if isinstance(frame, WatchedFrame):
+            for record in frame.records:
+                yield record
+
+
+@pytest.mark.parametrize("journal", [True, False])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_server_that_ends_in_a_step_executes_it_with_the_same_tasks_afterwards(
-    how: signal.Signals, tmp_path: Path
+    how: signal.Signals, tmp_path: Path, *, journal: bool
 ) -> None:
     gate = tmp_path / "gate"
     held = f'step_handlers:HeldInIteration"\nhandler_args = {{ rollout_id = 1, free = 3, gate = "{gate}" }}'
-    server = "[server]\ndrain_seconds = 0.0"
+    server = f"[journal]\nenabled = {str(journal).lower()}\n[server]\ndrain_seconds = 0.0"
     config = write(tmp_path, CONFIG.replace('step_handlers:Rated"', held).replace("[server]", server))
     step = StepRequest(kind=StepKind.ROLLOUT, rollout_id=1, request_id="second")
     async with served_process(config) as served, SchedulerClient(served.address, reconnect_seconds=0) as client:
@@ -247,14 +256,19 @@ async def test_a_server_that_ends_in_a_step_executes_it_with_the_same_tasks_afte
         assert code == (0 if how is signal.SIGTERM else -signal.SIGKILL)
     gate.touch()
     async with served_process(config) as served, SchedulerClient(served.address) as client:
-        with pytest.raises(CursorExpiredError, match="start without a cursor"):
-            await anext(client.step_frames(step, cursor))
+        if not journal:
+            with pytest.raises(CursorExpiredError, match="start without a cursor"):
+                await anext(client.step_frames(step, cursor))
         with pytest.raises(FailedPreconditionError, match="iteration 1 is unfinished: execute it first"):
             await OverGrpc(client).rollout(2)
         report, samples = split([event async for event in client.execute_rollout(1, request_id="second")])
         # The same as in `test_steps`, where nothing ended.
         assert {sample.trajectory.turns[0].text for sample in samples} == {f"train {n}" for n in range(7, 15)}
         assert len(report.task_ids) == 4
+        if journal:
+            rest = [record async for record in _records_of(client.step_frames(step, cursor))]
+            ended = sum(isinstance(record.event, AttemptEnded) and bool(record.event.samples) for record in rest)
+            assert ended == len(samples) - finished, "who followed it before misses nothing and sees nothing twice"
         *_, again = [event async for event in client.execute_rollout(1, request_id="second")]
         assert again == report
     async with served_process(config) as served, SchedulerClient(served.address) as client:

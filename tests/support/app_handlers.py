@@ -148,5 +148,28 @@ class Broken(Echo):
 NOT_A_CLASS = 7
 
 
+class Failing(Echo):
+    """Raises, whatever it is asked."""
+
+    async def run(self, episode: Episode) -> AgentResult:
+        raise ValueError(episode.sample.task.prompt)
+
+
+class Large(Echo):
+    """As many tokens as its prompt says."""
+
+    async def run(self, episode: Episode) -> AgentResult:
+        episode.observe(range(int(episode.sample.task.prompt)))
+        return AgentResult()
+
+
+class Napping(Echo):
+    """Holds the event loop for as many seconds as its prompt says."""
+
+    async def run(self, episode: Episode) -> AgentResult:
+        time.sleep(float(episode.sample.task.prompt))  # noqa: ASYNC251 - what this handler is for
+        return AgentResult()
+
+
 class NoAgent:
     pass

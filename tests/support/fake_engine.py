@@ -56,11 +56,12 @@ class FakeEngine:
         self.records: list[EventRecord] = []
         self.submits: list[SubmitRequest] = []
         self.aborts: list[AbortRequest] = []
+        self.acknowledged: list[tuple[EventFilter, int]] = []
         self.collects: list[CollectRequest] = []
         self.collected = CollectReply()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.acknowledged: list[tuple[str, str]] = []
+        self.acknowledged_results: list[tuple[str, str]] = []
         self.discarded: list[SubmissionSelector] = []
         self.runners: list[RunnerView] = []
         self.fail_with: BaseException | None = None
@@ -154,7 +155,7 @@ class FakeEngine:
 
     async def ack_results(self, namespace: str, request_id: str) -> None:
         self._maybe_fail()
-        self.acknowledged.append((namespace, request_id))
+        self.acknowledged_results.append((namespace, request_id))
 
     async def discard_submission(self, selector: SubmissionSelector) -> None:
         self._maybe_fail()
@@ -163,6 +164,11 @@ class FakeEngine:
     def runner_views(self) -> list[RunnerView]:
         self._maybe_fail()
         return self.runners
+
+    def acknowledge(self, event_filter: EventFilter, through_sequence: int) -> int:
+        self._maybe_fail()
+        self.acknowledged.append((event_filter, through_sequence))
+        return self.oldest_sequence
 
     def submission(self, selector: SubmissionSelector) -> SubmissionView:
         self._maybe_fail()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import AgentResult, Reward
 from py_scheduler.placement import PlacementPool
+from tests.support.fake_clock import settle
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -120,3 +121,36 @@ async def raises(_: Episode) -> AgentResult:
 async def hangs(_: Episode) -> AgentResult:
     await asyncio.Event().wait()
     raise AssertionError("unreachable")
+
+
+class SteppingAgent(BaseAgent):
+    """Lets one sample after the other end; `order` says who began when, by the first word of its prompt, `inside_of`
+    how many of each are at it.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.may_end = asyncio.Semaphore(0)
+        self.inside_of: Counter[str] = Counter()
+        self.peak = 0
+
+    @property
+    def inside(self) -> int:
+        return self.inside_of.total()
+
+    async def run(self, episode: Episode) -> AgentResult:
+        who = episode.sample.task.prompt.partition(" ")[0]
+        self.order.append(who)
+        self.inside_of[who] += 1
+        self.peak = max(self.peak, self.inside)
+        await self.may_end.acquire()
+        self.inside_of[who] -= 1
+        return AgentResult()
+
+    async def eval(self, episode: Episode, result: AgentResult) -> Reward:
+        return Reward(score=1.0)
+
+    async def end(self, count: int) -> None:
+        for _ in range(count):
+            self.may_end.release()
+            await settle()

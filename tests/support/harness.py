@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
+    from py_scheduler.domain.quotas import NamespaceSettings
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.execution.runner import Runner
     from py_scheduler.placement import PlacementPool
@@ -109,6 +110,7 @@ async def running_engine(
     default_sampling: SamplingParams = SamplingParams(),
     api_front: ApiFront | None = None,
     runners: Mapping[str, Runner] | None = None,
+    namespaces: Mapping[str, NamespaceSettings] = {},
 ) -> AsyncIterator[Harness]:
     if max_running_samples is not None:
         settings = EngineSettings(max_running_samples=max_running_samples)
@@ -123,6 +125,7 @@ async def running_engine(
         default_sampling=default_sampling,
         api_front=api_front,
         runners=runners,
+        namespaces=namespaces,
     )
     async with engine:
         yield Harness(engine)

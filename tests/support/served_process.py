@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,20 +25,25 @@ class ServedProcess:
 
 
 @asynccontextmanager
-async def served_process(config: Path) -> AsyncIterator[ServedProcess]:
-    """Serves a configuration until the block is left; then it is killed if it still runs."""
-    with config.with_suffix(".log").open("wb") as log:
+async def served_process(
+    config: Path, program: str = "py_scheduler.cli", environment: Mapping[str, str] | None = None
+) -> AsyncIterator[ServedProcess]:
+    """Serves a configuration until the block is left; then it is killed if it still runs. Its log is appended to.
+
+    program: the module that is run; environment: what is added to this process's own.
+    """
+    with config.with_suffix(".log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "py_scheduler.cli",
+            program,
             "serve",
             "--config",
             str(config),
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **(environment or {}), "PYTHONPATH": str(ROOT)},
         )
         try:
             assert process.stdout is not None

@@ -16,14 +16,16 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from py_scheduler.api.bearer_tokens import BearerTokens
 from py_scheduler.app import build
 from py_scheduler.cli import _parser, main
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
+from py_scheduler.commands.token import new_token
 from py_scheduler.config import parse_config
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import Outcome, SampleDone
 from py_scheduler.domain.task import Task, TaskConfig
-from py_scheduler.errors import ConfigError, FailedPreconditionError, ServerError
+from py_scheduler.errors import ConfigError, FailedPreconditionError, ServerError, UnauthenticatedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -264,7 +266,7 @@ def test_a_start_up_error_ends_the_process_with_a_clear_message(started: Any) ->
     first = started(EVALUATOR + SERVER)
     address = first.address()
     begin = time.monotonic()
-    second = started(EVALUATOR, f"--listen={address}")
+    second = started(EVALUATOR, f"--listen={address}", "--no-journal")
     code, stderr = second.end()
     assert code == 2
     assert f"\npy-scheduler: server.listen: cannot listen on {address}: the port is taken" in stderr
@@ -334,11 +336,16 @@ async def test_a_handler_that_will_not_end_does_not_keep_the_process(
     address = await asyncio.to_thread(command.address)
     async with SchedulerClient.connect(address, reconnect_seconds=0.0) as client:
         begun = tmp_path / "begun"
-        submission = await client.submit([Task(config=TaskConfig(task_type="echo"), prompt=str(begun))], 7)
+        submitting = asyncio.create_task(
+            client.submit([Task(config=TaskConfig(task_type="echo"), prompt=str(begun))], 7)
+        )
         if handler == "Blocking":
             while not begun.exists():  # noqa: ASYNC110 - no event can come from a server whose loop stands still
                 await asyncio.sleep(0.01)
+            # It may stand still before the submit is answered: the handler begins while the journal is written.
+            submitting.cancel()
         else:
+            submission = await submitting
             frames = client.watch(submission_id=submission.submission_id, cursor=submission.cursor)
             async for frame in frames:
                 if any(type(record.event).__name__ == "AttemptStarted" for record in frame.records):
@@ -389,6 +396,7 @@ def test_every_option_of_every_command_is_explained() -> None:
         "why",
         "try-handler",
         "report",
+        "token",
         "knobs",
         "fetch-model",
         "version",
@@ -427,3 +435,50 @@ def test_no_command_and_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 2
     assert main(["status", "--target", "127.0.0.1:1"]) == 1
     assert "no py-scheduler answers at 127.0.0.1:1: start it with" in capsys.readouterr().err
+
+
+def test_a_new_token_is_shown_once_and_its_line_lets_it_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tokens.toml"
+    file.write_text("# nobody yet")
+    for name, more in (("alice", []), ("root", ["--engines"])):
+        arguments = ["token", "new", name, "--namespace", "a", "--namespace", 'b"', "--to", str(file), *more]
+        assert main(arguments) == 0
+    shown = re.findall(r"token, shown this once: (\S+)", capsys.readouterr().out)
+    assert not any(secret in file.read_text() for secret in shown)
+    tokens = BearerTokens(file)
+    alice, root = (tokens.caller_of(secret) for secret in shown)
+    assert alice is not None
+    assert root is not None
+    assert (alice.name, alice.namespaces, alice.controls_engines) == ("alice", frozenset({"a", 'b"'}), False)
+    assert (root.name, root.controls_engines) == ("root", True)
+    assert main(["token", "new", "no name", "--namespace", "a"]) == 2
+    assert "letters, digits" in capsys.readouterr().err
+
+
+def test_a_command_gets_in_with_a_token_from_a_file(
+    started: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["token", "new", "alice", "--namespace", "default", "--to", str(tmp_path / "tokens.toml")]) == 0
+    secret = re.findall(r"once: (\S+)", capsys.readouterr().out)[0]
+    (tmp_path / "secret").write_text(f"{secret}\n")
+    address = started(EVALUATOR + SERVER + f'tokens_file = "{tmp_path / "tokens.toml"}"\n').address()
+    assert main(["status", "--target", address]) == 1
+    assert "this server wants a bearer token" in capsys.readouterr().err
+    assert main(["status", "--target", address, "--token-file", str(tmp_path / "secret")]) == 0
+    assert "evaluator" in capsys.readouterr().out
+
+
+async def test_sighup_has_the_tokens_read_again(started: Any, tmp_path: Path) -> None:
+    secret, line = new_token("alice", ["default"])
+    file = tmp_path / "tokens.toml"
+    file.write_text(f"{line}\n")
+    command = started(EVALUATOR + SERVER + f'tokens_file = "{file}"\n')
+    address = await asyncio.to_thread(command.address)
+    file.write_text("# taken back\n")
+    command.process.send_signal(signal.SIGHUP)
+    assert command.process.stderr is not None
+    while "0 tokens are in force" not in (told := await asyncio.to_thread(command.process.stderr.readline)):
+        assert told, "the server ended"
+    async with SchedulerClient(address, token=secret, reconnect_seconds=0.0) as client:
+        with pytest.raises(UnauthenticatedError):
+            await client.server_info()

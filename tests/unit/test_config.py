@@ -14,6 +14,7 @@ from py_scheduler.config import (
     parse_config,
 )
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+from py_scheduler.domain.quotas import NamespaceSettings
 from py_scheduler.domain.resources import Resource
 from py_scheduler.errors import ConfigError
 from py_scheduler.knobs import Override
@@ -23,6 +24,7 @@ from py_scheduler.rollout.reuse import ReuseSettings
 from py_scheduler.rollout.settings import RolloutSettings
 from py_scheduler.rollout.sources import SourceSettings
 
+OPEN = "[server]\nlisten = '0.0.0.0:1'\n"
 EVALUATOR = """
 [[evaluator]]
 evaluator_id = "math"
@@ -142,6 +144,15 @@ def test_only_an_evaluator_is_needed() -> None:
         (EVALUATOR + "[server]\nlisten = 'unix:'", "server.listen", "names no path"),
         (EVALUATOR + "[server]\nlisten = '0.0.0.0:1'", "server.listen", "not loopback.*insecure_remote = true"),
         (EVALUATOR + "[server]\nlisten = '127.0.0.1.evil.org:1'", "server.listen", "not loopback"),
+        (EVALUATOR + OPEN, "server.listen", "there is no TLS and there are no tokens.*server.tokens_file"),
+        (EVALUATOR + OPEN + "tokens_file = 't'", "server.listen", "there is no TLS:"),
+        (EVALUATOR + OPEN + "tls = { certificate = 'c', key = 'k' }", "server.listen", "there are no tokens:"),
+        (EVALUATOR + "[server.tls]\ncertificate = 'c'", "server.tls.key", "is missing"),
+        (EVALUATOR + "[server.tls]\nclient_ca = 'c'", "server.tls.certificate", "is missing"),
+        (EVALUATOR + "[gateway]\nlisten = '0.0.0.0:1'", "gateway.listen", "no TLS.*gateway.tls.certificate"),
+        (EVALUATOR + "[namespace.a]\nweight = 0", "namespace.a.weight", "> 0"),
+        (EVALUATOR + "[namespace.a]\nwieght = 2", "namespace.a.wieght", "did you mean weight"),
+        (EVALUATOR + "[namespace.a]\nmax_queued_tasks = 0", "namespace.a.max_queued_tasks", ">= 1"),
         (EVALUATOR + "[server]\nmax_message_bytes = 1", "server.max_message_bytes", "must be `int` >= 65536"),
         (EVALUATOR + "[server]\ndrain_seconds = -1", "server.drain_seconds", ">= 0"),
         (EVALUATOR + "[server]\ndrain_seconds = nan", "server.drain_seconds", ""),
@@ -325,6 +336,18 @@ def test_all_faults_are_told_at_once() -> None:
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:50051", "[::1]:1", "127.8.9.1:5", "unix:/tmp/s"])
 def test_loopback_needs_no_permission(listen: str) -> None:
     assert parse_config(EVALUATOR + f"[server]\nlisten = '{listen}'").server.listen == listen
+
+
+def test_with_tls_and_tokens_another_host_is_served_and_their_files_count_from_the_configuration() -> None:
+    text = EVALUATOR + OPEN + "tokens_file = 't'\n[server.tls]\ncertificate = 'c'\nkey = '/k'"
+    server = parse_config(text).located(Path("/etc/scheduler")).server
+    assert (server.tokens_file, server.tls.certificate) == ("/etc/scheduler/t", "/etc/scheduler/c")
+    assert (server.tls.key, server.tls.client_ca) == ("/k", "")
+
+
+def test_namespaces_have_weights_and_quotas() -> None:
+    namespaces = parse_config(EVALUATOR + "[namespace.a]\nweight = 3\nmax_queued_tasks = 7").namespace
+    assert namespaces == {"a": NamespaceSettings(weight=3.0, max_queued_tasks=7)}
 
 
 def test_another_host_needs_one() -> None:

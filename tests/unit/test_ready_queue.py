@@ -39,8 +39,8 @@ def name_of(entry: ReadyEntry | None) -> str | None:
 
 def admit_all(queue: ReadyQueue) -> list[str | None]:
     names = []
-    while (entry := queue.offer()) is not None:
-        queue.admit(entry)
+    while (entry := queue.offer(0.0)) is not None:
+        queue.admit(entry, 0.0)
         names.append(name_of(entry))
     return names
 
@@ -59,7 +59,7 @@ def test_a_refused_shape_is_passed_over_until_something_is_released() -> None:
     push(queue, "larger", spec="large", count=9)
     push(queue, "smaller", spec="large", count=2)
     push(queue, "other")
-    entry = queue.offer()
+    entry = queue.offer(0.0)
     assert entry is not None
     queue.refuse(entry)
     assert queue.is_blocked(entry)
@@ -73,15 +73,15 @@ def test_overtaking_is_bounded() -> None:
     push(queue, "blocked", spec="large", count=4)
     for number in range(10):
         push(queue, f"small-{number}")
-    entry = queue.offer()
+    entry = queue.offer(0.0)
     assert entry is not None
     queue.refuse(entry)
     assert admit_all(queue) == ["small-0", "small-1", "small-2"]
     assert entry.bypassed == 3
     queue.unblock()
-    assert name_of(queue.offer()) == "blocked", "nothing behind it is offered, itself it is"
+    assert name_of(queue.offer(0.0)) == "blocked", "nothing behind it is offered, itself it is"
     queue.refuse(entry)
-    assert queue.offer() is None
+    assert queue.offer(0.0) is None
     queue.unblock()
     assert admit_all(queue)[:2] == ["blocked", "small-3"]
 
@@ -91,13 +91,13 @@ def test_a_dropped_entry_is_gone_and_counts_against_nobody() -> None:
     push(queue, "blocked", spec="large", count=4)
     push(queue, "ended", count=2)
     push(queue, "last")
-    blocked = queue.offer()
+    blocked = queue.offer(0.0)
     assert blocked is not None
     queue.refuse(blocked)
-    ended = queue.offer()
+    ended = queue.offer(0.0)
     assert name_of(ended) == "ended"
     assert ended is not None
-    queue.drop(ended)
+    queue.drop(ended, 0.0)
     assert (len(queue), blocked.bypassed) == (2, 0)
     assert [name_of(entry) for entry in queue.batches_of("s")] == ["blocked", "last"]
     assert admit_all(queue) == ["last"]

@@ -5,6 +5,7 @@ Invariant: nothing is answered without the key of an episode that is not over, a
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -21,10 +22,10 @@ from py_scheduler.api.generation_http.refusals import (
     refusal_of,
 )
 from py_scheduler.api.generation_http.sockets import remove_socket, tcp_socket, unix_socket
+from py_scheduler.api.tls import http_context
 from py_scheduler.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Awaitable, Callable, Mapping
 
     from py_scheduler.config import GatewaySettings
@@ -47,6 +48,7 @@ class GenerationHttp:
         self._clock = clock
         self._keys: Keys[EpisodeApi] = Keys()
         self._sockets: list[socket.socket] = []
+        self._tls = http_context(settings.tls) if settings.tls.is_on else None
         self._base_url = _SOCKET_URL
         self._runner: web.AppRunner | None = None
 
@@ -62,7 +64,8 @@ class GenerationHttp:
             bound = tcp_socket(settings.listen)
             self._sockets.append(bound)
             host = settings.listen.rpartition(":")[0]
-            self._base_url = f"http://{host}:{bound.getsockname()[1]}/v1"
+            scheme = "https" if self._tls is not None else "http"
+            self._base_url = f"{scheme}://{host}:{bound.getsockname()[1]}/v1"
             addresses.append(self._base_url)
         return addresses
 
@@ -87,7 +90,8 @@ class GenerationHttp:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_SECONDS)
         await self._runner.setup()
         for bound in self._sockets:
-            await web.SockSite(self._runner, bound).start()
+            tls = None if bound.family == socket.AF_UNIX else self._tls
+            await web.SockSite(self._runner, bound, ssl_context=tls).start()
 
     async def close(self) -> None:
         """By then the episodes are over, and with them their requests."""

@@ -250,8 +250,13 @@ class WatchEventsRequest(_message.Message):
 
     FILTER_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
+    CANCEL_ON_DISCONNECT_FIELD_NUMBER: _builtins.int
     cursor: _builtins.bytes
     """Empty: from the oldest event that is retained."""
+    cancel_on_disconnect: _builtins.bool
+    """Of a filter with a submission: abort it when this stream's client is gone, unless another stream of it with this set
+    is open, or is opened within the server's disconnect_grace_seconds.
+    """
     @_builtins.property
     def filter(self) -> Global___EventFilter: ...
     def __init__(
@@ -259,10 +264,11 @@ class WatchEventsRequest(_message.Message):
         *,
         filter: Global___EventFilter | None = ...,
         cursor: _builtins.bytes = ...,
+        cancel_on_disconnect: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "filter", b"filter"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_on_disconnect", b"cancel_on_disconnect", "cursor", b"cursor", "filter", b"filter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -301,6 +307,52 @@ class WatchEventsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
+
+@_typing.final
+class AckEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.bytes
+    """All events of the filter's submission (without one: of its namespace) up to here have been read, of every kind."""
+    @_builtins.property
+    def filter(self) -> Global___EventFilter:
+        """The filter that the cursor came with."""
+
+    def __init__(
+        self,
+        *,
+        filter: Global___EventFilter | None = ...,
+        cursor: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "filter", b"filter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AckEventsRequest: _TypeAlias = AckEventsRequest  # noqa: Y015
+
+@_typing.final
+class AckEventsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OLDEST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    oldest_sequence: _builtins.int
+    """The oldest event that can still be watched."""
+    def __init__(
+        self,
+        *,
+        oldest_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_sequence", b"oldest_sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AckEventsResponse: _TypeAlias = AckEventsResponse  # noqa: Y015
 
 @_typing.final
 class GetSubmissionRequest(_message.Message):

@@ -46,6 +46,11 @@ class SchedulerServiceStub(object):
                 request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.AckEvents = channel.unary_unary(
+                '/rollout_scheduler.v1.SchedulerService/AckEvents',
+                request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AckEventsRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AckEventsResponse.FromString,
+                _registered_method=True)
         self.GetSubmission = channel.unary_unary(
                 '/rollout_scheduler.v1.SchedulerService/GetSubmission',
                 request_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.GetSubmissionRequest.SerializeToString,
@@ -110,6 +115,14 @@ class SchedulerServiceServicer(object):
 
     def WatchEvents(self, request, context):
         """Streams events from a cursor on, while they happen.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AckEvents(self, request, context):
+        """Says that events have been read and may be dropped. What nobody acknowledges is kept to the server's caps, and counts
+        against the namespace's quota of bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,6 +212,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.WatchEventsRequest.FromString,
                     response_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'AckEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.AckEvents,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AckEventsRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AckEventsResponse.SerializeToString,
             ),
             'GetSubmission': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSubmission,
@@ -305,6 +323,33 @@ class SchedulerService(object):
             '/rollout_scheduler.v1.SchedulerService/WatchEvents',
             rollout__scheduler_dot_v1_dot_scheduler__service__pb2.WatchEventsRequest.SerializeToString,
             rollout__scheduler_dot_v1_dot_scheduler__service__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AckEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_scheduler.v1.SchedulerService/AckEvents',
+            rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AckEventsRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_scheduler__service__pb2.AckEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,10 @@ class SchedulerServiceStub:
     """Takes tasks in, all of them or none. Answers once they will survive a crash as far as the server's journal does."""
     WatchEvents: _aio.UnaryStreamMultiCallable[_scheduler_service_pb2.WatchEventsRequest, _scheduler_service_pb2.WatchEventsResponse]
     """Streams events from a cursor on, while they happen."""
+    AckEvents: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.AckEventsRequest, _scheduler_service_pb2.AckEventsResponse]
+    """Says that events have been read and may be dropped. What nobody acknowledges is kept to the server's caps, and counts
+    against the namespace's quota of bytes.
+    """
     GetSubmission: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.GetSubmissionRequest, _scheduler_service_pb2.GetSubmissionResponse]
     """Says how a submission stands, and why what waits is waiting."""
     ExplainTask: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ExplainTaskRequest, _scheduler_service_pb2.ExplainTaskResponse]
@@ -61,6 +65,16 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_scheduler_service_pb2.WatchEventsRequest, _abc.AsyncIterator[_scheduler_service_pb2.WatchEventsResponse]],
     ) -> _abc.AsyncIterator[_scheduler_service_pb2.WatchEventsResponse]:
         """Streams events from a cursor on, while they happen."""
+
+    @_abc_1.abstractmethod
+    def AckEvents(
+        self,
+        request: _scheduler_service_pb2.AckEventsRequest,
+        context: _aio.ServicerContext[_scheduler_service_pb2.AckEventsRequest, _abc.Awaitable[_scheduler_service_pb2.AckEventsResponse]],
+    ) -> _abc.Awaitable[_scheduler_service_pb2.AckEventsResponse]:
+        """Says that events have been read and may be dropped. What nobody acknowledges is kept to the server's caps, and counts
+        against the namespace's quota of bytes.
+        """
 
     @_abc_1.abstractmethod
     def GetSubmission(

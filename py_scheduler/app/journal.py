@@ -1,0 +1,104 @@
+"""The journal of a server, and what `py-scheduler journal` does to one that no server uses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from py_scheduler.adapters._journal_recovery import Examination, Lost, Recovery, examine, recover
+from py_scheduler.adapters._journal_retention import JournalLimits
+from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.domain.events import TasksAccepted
+from py_scheduler.scheduler.ledger import Ledger
+from py_scheduler.scheduler.restore import fold
+from py_scheduler.scheduler.snapshots import snapshot_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from py_scheduler.config import Config
+    from py_scheduler.domain.events import EventRecord
+
+__all__ = ["Compacted", "Examination", "Lost", "Recovery", "compact", "examine", "export", "file_journal", "recover"]
+
+
+def file_journal(config: Config, state_dir: Path) -> SqliteJournal:
+    """Not opened yet."""
+    return SqliteJournal(state_dir, limits_of(config))
+
+
+def limits_of(config: Config) -> JournalLimits:
+    settings, journal = config.scheduler, config.journal
+    return JournalLimits(
+        retained_events=settings.retained_events,
+        retained_bytes=settings.retained_bytes,
+        retained_seconds=journal.retained_seconds,
+        checkpoint_bytes=journal.checkpoint_bytes,
+        ballast_bytes=journal.ballast_bytes,
+    )
+
+
+class Compacted(msgspec.Struct, frozen=True):
+    """Bytes of all files before and after; what is open; the events that watchers can still read."""
+
+    bytes_before: int
+    bytes_after: int
+    open_tasks: int
+    oldest_sequence: int
+    last_sequence: int
+
+
+def compact(config: Config, state_dir: Path) -> Compacted:
+    """Writes the state down, drops what the limits no longer keep and makes the file as small as it gets.
+
+    Raises JournalError.
+    """
+    journal = file_journal(config, state_dir)
+    before = _bytes_in(state_dir)
+    journal.open()
+    try:
+        ledger = Ledger(config.scheduler.retained_submissions)
+        folded = fold(journal, ledger)
+        forgotten = [submission_id for submission_id in folded.snapshots if ledger.submission(submission_id) is None]
+        journal.compact([snapshot_of(submission, ledger) for submission in ledger.submissions()], forgotten)
+        oldest, last = journal.oldest_sequence, journal.last_sequence
+    finally:
+        journal.abandon()
+    return Compacted(before, _bytes_in(state_dir), ledger.open_tasks, oldest, last)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.name.startswith("journal.db"))
+
+
+def export(state_dir: Path) -> Iterator[dict[str, Any]]:
+    """Every event that is retained, as JSON values; arrays of tokens as base64 of their little-endian bytes.
+
+    Raises JournalError.
+    """
+    journal = SqliteJournal(state_dir)
+    journal.open()
+    try:
+        for records in journal.export():
+            yield from map(_exported, records)
+    finally:
+        journal.abandon()
+
+
+def _exported(record: EventRecord) -> dict[str, Any]:
+    event = record.event
+    fields = msgspec.structs.asdict(event)
+    if type(event) is TasksAccepted:
+        fields["tasks"] = [msgspec.structs.asdict(accepted) for accepted in event.tasks]
+    if samples := fields.get("samples"):
+        fields["samples"] = [_exported_sample(sample) for sample in samples]
+    head = {"sequence": record.sequence, "namespace": record.namespace, "event": type(event).__name__}
+    said: dict[str, Any] = msgspec.to_builtins(head | fields)
+    return said
+
+
+def _exported_sample(sample: msgspec.Struct) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(sample)
+    return fields | {"timings": msgspec.structs.asdict(fields["timings"])}

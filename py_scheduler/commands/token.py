@@ -1,0 +1,53 @@
+"""`py-scheduler token new`: a bearer token, shown this once, and its line for the server's tokens file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+
+_PREFIX = "pyst_"
+"""Lets scanners for leaked secrets know one."""
+_SECRET_BYTES = 32
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def make_token(
+    name: str, namespaces: list[str], tokens_file: Path | None, console: Console, *, controls_engines: bool = False
+) -> None:
+    """Prints the token, and its line unless it goes to the end of a file. Raises ConfigError."""
+    secret, line = new_token(name, namespaces, controls_engines=controls_engines)
+    console.print(f"token, shown this once: {secret}", soft_wrap=True)
+    if tokens_file is None:
+        console.print(f"its line for server.tokens_file: {line}", soft_wrap=True)
+        return
+    try:
+        with tokens_file.open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            held = file.read()
+            file.write(f"{'' if not held or held.endswith(chr(10)) else chr(10)}{line}\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {tokens_file}: {error.strerror}", "tokens_file") from error
+    console.print(f"added to {tokens_file}", soft_wrap=True)
+
+
+def new_token(name: str, namespaces: list[str], *, controls_engines: bool = False) -> tuple[str, str]:
+    """A fresh token, and its line for the file. The token itself is nowhere else. Raises ConfigError."""
+    if not _BARE_KEY.fullmatch(name):
+        raise ConfigError(f"{name!r} must be of letters, digits, - and _", "name")
+    secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+    listed = ", ".join(msgspec.json.encode(namespace).decode() for namespace in namespaces)
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    engines = ", controls_engines = true" if controls_engines else ""
+    return secret, f'{name} = {{ sha256 = "{digest}", namespaces = [{listed}]{engines} }}'
