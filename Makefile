@@ -5,6 +5,10 @@ PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+# A round of at most 25 kills has a seed of its own, counted from this one; what fails says which.
+CHAOS_KILLS ?= 1000
+CHAOS_SEED ?= 1
+SOAK_SECONDS ?= 1200
 # BENCH_RAY=0 leaves the comparison with Ray out, which takes minutes and a few GiB of memory.
 BENCH_RAY ?= 1
 RAY_NODES ?= 8 16 32
@@ -33,7 +37,7 @@ RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
 .PHONY: help demo test check bench bench-placement profile-placement msrv build proto proto-baseline format requirements clean \
-	deny package demo-sglang test-sglang test-ray test-trinity test-rust test-python check-rust check-style check-types \
+	chaos soak deny package demo-sglang test-sglang test-ray test-trinity test-rust test-python check-rust check-style check-types \
 	check-layers check-proto
 
 help:
@@ -42,6 +46,8 @@ help:
 	@echo "make test-sglang     tests against real SGLang servers on the CPU, and make demo-sglang: the demo on one"
 	@echo "make test-trinity    tests of the drop-in for Trinity-RFT, against the real package"
 	@echo "make test-ray        tests on a real Ray cluster of several nodes, all on this machine"
+	@echo "make chaos           CHAOS_KILLS (1000) random kills of a server under its clients; CHAOS_SEED=... repeats one"
+	@echo "make soak            SOAK_SECONDS (1200) of steady load: memory and descriptors stay flat, nothing is left over"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
 	@echo "make bench           placement beside what people use (BENCH_RAY=0: without Ray), and no-op throughput"
 	@echo "make profile-placement  instructions and cache misses of placing a token, counted by valgrind"
@@ -129,6 +135,7 @@ demo-sglang: $(BUILT) $(SMOLLM2)/.stamp
 bench: bench-placement
 	$(BIN)/python benches/noop_throughput.py --journal both $(BENCH_ARGS)
 	$(BIN)/python benches/restore.py
+	$(BIN)/python -m benches.delivery_latency
 
 # One run of everything that places tokens; writes docs/placement_cost.md and .png. Ray gets no more nodes after
 # RAY_SECONDS: each is a handful of processes, and a busy machine may not get one up. What it measured until then counts.
@@ -165,6 +172,13 @@ test-rust:
 test-python: $(BUILT) $(DEV_READY) $(MODEL_READY)
 	$(BIN)/py-scheduler fetch-model
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+# docs/faults.md says what they prove.
+chaos: $(BUILT) $(DEV_READY)
+	$(BIN)/python -m tests.faults.chaos --kills $(CHAOS_KILLS) --seed $(CHAOS_SEED)
+
+soak: $(BUILT) $(DEV_READY)
+	$(BIN)/python -m tests.faults.soak --seconds $(SOAK_SECONDS)
 
 # A test's limit includes the start of the servers it needs.
 test-sglang: $(BUILT) $(DEV_READY) $(TINY_MODEL)/.stamp $(SMOLLM2)/.stamp

@@ -2,11 +2,12 @@
 
     python benches/delivery_latency.py [--events 5000] [--rate 200] [--journal on|off] [--json out.json]
 
-Two servers at once: the service, and bare grpc.aio that streams messages of the same size, each stamped when it is sent. In turn
-a task is submitted whose handler stamps its end with the clock that all processes of a machine share, and the bare
-server is asked for a message, so that both meet the same machine. What is measured is from the stamp to the client's
-hands: for the service that is the report, the ledger, the journal's commit if there is one, the stream and the decoding;
-for the bare stream the message alone. The goal is p50 within 1.25 times and p99 within 1.5 times of the bare stream.
+Two servers at once: the service, and bare grpc.aio that streams messages of the same size, each stamped when it is
+sent. In turn a task is submitted whose handler stamps its end with the clock that all processes of a machine share,
+and the bare server is asked for a message, so that both meet the same machine. What is measured is from the stamp to
+the client's hands: for the service that is the report, the ledger, the journal's commit if there is one, the stream
+and the decoding; for the bare stream the message alone. The goal is p50 within 1.25 times and p99 within 1.5 times of
+the bare stream.
 
 To see where the time goes: py-spy on the server, whose pid is printed (`py-spy record -p PID`); with `--journal off`
 the commit is out of the way, which is most of the difference.
@@ -198,10 +199,10 @@ def show(report: Report) -> None:
         f"p99 {p99:.2f} (goal {GOAL_P99}: {'reached' if p99 <= GOAL_P99 else 'not reached'})"
     )
     if p50 > GOAL_P50 or p99 > GOAL_P99:
+        print("  what stands between: `py-spy record --pid PID --threads -o out.svg` while it runs again; the way is")
         print(
-            "  what stands between: run it again and `py-spy record --pid PID --threads -o out.svg` meanwhile; event_log,"
+            "  scheduler/event_log, wire/events (encode_record) and client (decode_frame), the commit _journal_writer"
         )
-        print("  wire/events (encode_record) and client (decode_frame) are its way, _journal_writer the commit's")
 
 
 def main() -> None:

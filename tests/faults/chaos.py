@@ -2,9 +2,10 @@
 
     python -m tests.faults.chaos --kills 1000 --seed 1        (make chaos CHAOS_KILLS=1000 CHAOS_SEED=1)
 
-Kills come in rounds of at most `--round`, each on a store of its own, with a seed of its own: the first round's is --seed,
-the second's --seed + 1. What is wrong is printed with the round's seed and the command that repeats it, and the round's folder
-is kept. A seed fixes what is asked of the server, when and where it is killed; not how the operating system interleaves it.
+Kills come in rounds of at most `--round`, each on a store of its own, with a seed of its own: the first round's is
+--seed, the second's --seed + 1. What is wrong is printed with the round's seed and the command that repeats it, and
+the round's folder is kept. A seed fixes what is asked of the server, when and where it is killed; not how the
+operating system interleaves it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import msgspec
 
 from py_scheduler.client import SchedulerClient
 from py_scheduler.domain.task import Task, TaskConfig
-from tests.faults import history
+from tests.faults import entries
 from tests.faults.chaos_client import GPU_SHARE, LEASE_TTL_SECONDS, Role
+from tests.faults.entries import REFERENCE, Recorder
 from tests.faults.failpoints import EXIT_STATUS, IN_COMMIT, VARIABLE, Order
 from tests.faults.forker import warm_forker
-from tests.faults.history import REFERENCE, History, Recorder
+from tests.faults.history import History, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -151,18 +153,18 @@ class Round:
                 await self._read_reference(recorder)
         except TimeoutError:
             recorder.note(
-                history.Unexpected(f"after {_END_SECONDS:g} s clients had not finished, or room was not free")
+                entries.Unexpected(f"after {_END_SECONDS:g} s clients had not finished, or room was not free")
             )
         finally:
             await self._end_what_runs()
         server.signal(signal.SIGTERM)
         status = await asyncio.wait_for(server.ended(), _UP_SECONDS)
         if status != 0:
-            recorder.note(history.Unexpected(f"the last server ended with {status} upon SIGTERM"))
+            recorder.note(entries.Unexpected(f"the last server ended with {status} upon SIGTERM"))
         recorder.close()
         files = ["driver", *(Path(role.file).name for role in self._roles)]
-        entries = [entry for file in files for entry in history.read(self._folder / file)]
-        return await asyncio.to_thread(history.check, History(entries, GPU_SHARE))
+        seen = [entry for file in files for entry in entries.read(self._folder / file)]
+        return await asyncio.to_thread(check, History(seen, GPU_SHARE))
 
     async def _server(self, failpoints: str) -> Child:
         self._forker.is_up.clear()
@@ -208,7 +210,7 @@ class Round:
             if role.auditor:
                 self._clients[0].signal(signal.SIGTERM)
             if (status := await self._clients[0].ended()) != 0:
-                recorder.note(history.Unexpected(f"client {role.name} ended with {status}: see {role.name}.log"))
+                recorder.note(entries.Unexpected(f"client {role.name} ended with {status}: see {role.name}.log"))
             del self._clients[0]
 
     async def _read_reference(self, recorder: Recorder) -> None:
@@ -216,16 +218,19 @@ class Round:
         async with SchedulerClient(self._address) as client:
             tasks = [Task(config=TaskConfig(task_type="plain"), prompt="well 0")]
             last = await client.submit(tasks, "last", request_id="last")
-            recorder.note(history.SubmitAnswered("last", last.submission_id, last.task_ids))
+            recorder.note(entries.SubmitAnswered("last", last.submission_id, last.task_ids))
             async with aclosing(client.watch()) as frames:
                 async for frame in frames:
-                    read = history.frame_read(REFERENCE, "", frame)
+                    read = entries.frame_read(REFERENCE, "", frame)
                     recorder.note(read)
                     if any(event.kind == "TaskDone" and event.task_ids == last.task_ids for event in read.events):
                         break
             view = await client.get_submission(submission_id=last.submission_id)
-            recorder.note(history.viewed(view, 1, is_last=True))
-            while not _all_free(nodes := history.nodes_seen((await client.server_info()).nodes, is_last=True)):
+            recorder.note(entries.viewed(view, 1, is_last=True))
+            # What was leased and never given back expires, and nobody is told.
+            while not _all_free(  # noqa: ASYNC110
+                nodes := entries.nodes_seen((await client.server_info()).nodes, is_last=True)
+            ):
                 await asyncio.sleep(LEASE_TTL_SECONDS / 10)
             recorder.note(nodes)
 
@@ -236,7 +241,7 @@ class Round:
             await client.ended()
 
 
-def _all_free(nodes: history.NodesSeen) -> bool:
+def _all_free(nodes: entries.NodesSeen) -> bool:
     return all(free == supply for _, free, supply in nodes.amounts)
 
 

@@ -1,4 +1,5 @@
-"""A trainer, written to survive its server: it submits, watches, aborts, acknowledges and leases, and writes down all it sees.
+"""A trainer, written to survive its server: it submits, watches, aborts, acknowledges and leases, and writes down all
+it sees.
 
 Its work is numbered, and what a number means comes from its name and the number alone. So whoever takes the place of a
 client that was killed reads its history, repeats what was not finished, and resumes each subscription where it stood.
@@ -28,9 +29,8 @@ from py_scheduler.errors import (
     SchedulerError,
     ServerError,
 )
-from tests.faults import history
-from tests.faults.handlers import BEHAVIOURS
-from tests.faults.history import (
+from tests.faults import entries
+from tests.faults.entries import (
     Acknowledged,
     FrameRead,
     GapTold,
@@ -42,9 +42,12 @@ from tests.faults.history import (
     Unexpected,
     WorkFinished,
 )
+from tests.faults.handlers import BEHAVIOURS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+    from py_scheduler.domain.requests import SubmissionView
 
 GPU_SHARE = 0.5
 LEASE_TTL_SECONDS = 3.0
@@ -68,7 +71,7 @@ class Trainer:
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        entries = history.read(Path(role.file)) if Path(role.file).exists() else []
+        written = entries.read(Path(role.file)) if Path(role.file).exists() else []
         _drop_torn_end(Path(role.file))
         self._recorder = Recorder(Path(role.file))
         self._stopping = asyncio.Event()
@@ -76,7 +79,7 @@ class Trainer:
         self._done: dict[str, set[str]] = {}
         self._answers: dict[str, set[str]] = {}
         called, finished = set[int](), set[int]()
-        for entry in entries:
+        for entry in written:
             if isinstance(entry, FrameRead):
                 self._read(entry)
             elif isinstance(entry, SubmitAnswered):
@@ -87,7 +90,7 @@ class Trainer:
                 finished.add(entry.number)
         self._unfinished = sorted(called - finished)
         self._next = max(called, default=-1) + 1
-        self._chance = random.Random(f"{role.name}/{self._next}/{len(entries)}")
+        self._chance = random.Random(f"{role.name}/{self._next}/{len(written)}")
 
     def stop(self) -> None:
         self._stopping.set()
@@ -107,8 +110,8 @@ class Trainer:
                 for _ in range(_LANES):
                     tasks.create_task(self._work())
             for submission_id, task_ids in self._answers.items():
-                view = await self._insist(lambda id_=submission_id: self._client.get_submission(submission_id=id_))
-                self._recorder.note(history.viewed(view, len(task_ids), is_last=True))
+                view = await self._view(submission_id)
+                self._recorder.note(entries.viewed(view, len(task_ids), is_last=True))
 
     async def _insist(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Until there is a server that answers."""
@@ -121,6 +124,9 @@ class Trainer:
                 if error.code not in ("UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED"):
                     raise
             await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _view(self, submission_id: str) -> SubmissionView:
+        return await self._insist(lambda: self._client.get_submission(submission_id=submission_id))
 
     # Work
 
@@ -151,8 +157,8 @@ class Trainer:
                 await self._abort(submission_id)
             if self._chance.random() < 0.3:
                 expected = len(self._answers[submission_id])
-                view = await self._insist(lambda id_=submission_id: self._client.get_submission(submission_id=id_))
-                self._recorder.note(history.viewed(view, expected))
+                view = await self._view(submission_id)
+                self._recorder.note(entries.viewed(view, expected))
             await following
             if acknowledges and self._role.acknowledges:
                 self._recorder.note(Acknowledged(submission_id))
@@ -204,7 +210,7 @@ class Trainer:
         frames = self._client.watch(submission_id=submission_id, cursor=self._cursors[subscription])
         async with aclosing(frames):
             async for frame in frames:
-                entry = history.frame_read(subscription, submission_id, frame)
+                entry = entries.frame_read(subscription, submission_id, frame)
                 self._recorder.note(entry)
                 self._read(entry)
                 if self._answers[submission_id] <= self._done[submission_id] or self._chance.random() < 0.05:
@@ -227,7 +233,7 @@ class Trainer:
             frames = self._client.watch(cursor=self._cursors.get(name, b""))
             async with aclosing(frames):
                 async for frame in frames:
-                    entry = history.frame_read(name, "", frame)
+                    entry = entries.frame_read(name, "", frame)
                     self._recorder.note(entry)
                     self._read(entry)
         except CursorExpiredError as error:
@@ -241,12 +247,12 @@ class Trainer:
         while not self._stopping.is_set():
             with suppress(ServerError, ResourceExhaustedError, FailedPreconditionError, LeaseError):
                 await self._lease(f"{self._role.name}-{self._chance.getrandbits(64):x}-{number}")
-                self._recorder.note(history.nodes_seen((await self._client.server_info()).nodes))
+                self._recorder.note(entries.nodes_seen((await self._client.server_info()).nodes))
             number += 1
             await asyncio.sleep(self._chance.random() * 0.1)
 
     async def _lease(self, request_id: str) -> None:
-        asked_at = history.now()
+        asked_at = entries.now()
         tokens = self._chance.randint(1, 4)
         lease = await self._placement.acquire(
             Resource(gpu=GPU_SHARE, cpu=1.0),
@@ -258,14 +264,14 @@ class Trainer:
         if lease.state is LeaseState.PENDING:
             await self._placement.release(lease, request_id=f"{request_id}-withdrawn")
             return
-        at = history.now()
+        at = entries.now()
         gpus = tuple((token.node_ip, gpu_id) for token in lease.tokens for gpu_id in token.gpu_ids)
         expires = asked_at + LEASE_TTL_SECONDS
         self._recorder.note(LeaseGranted(lease.lease_id, lease.fencing_token, gpus, GPU_SHARE, asked_at, at, expires))
         await asyncio.sleep(self._chance.random() * 0.05)
         if self._chance.random() < 0.3:
             await self._placement.renew(lease)
-        self._recorder.note(LeaseReturned(lease.lease_id, history.now()))
+        self._recorder.note(LeaseReturned(lease.lease_id, entries.now()))
         with suppress(LeaseError):
             await self._insist(lambda: self._placement.release(lease, request_id=f"{request_id}-returned"))
 

@@ -1,16 +1,17 @@
 """Named points of a server at which it fails on demand.
 
-The package knows nothing of them: a process started as `python -m tests.faults.served` wraps the methods below with what
-FAILPOINTS says, before it serves. So a normal run has neither a branch for them nor a variable that could switch them on.
+The package knows nothing of them: a process started as `python -m tests.faults.served` wraps the methods below with
+what FAILPOINTS says, before it serves. So a normal run has neither a branch for them nor a variable that could switch
+them on.
 
     FAILPOINTS = "before_commit:kill@3, after_ack:wait=/path/of/a/fifo"
 
-Each method has a point before and one behind it; `in_commit` lies between a transaction's last statement and its commit.
-`@3`: the third time that it is reached, and only then; without it the first.
+Each method has a point before and one behind it; `in_commit` lies between a transaction's last statement and its
+commit. `@3`: the third time that it is reached, and only then; without it the first.
 
-Actions: `kill` (SIGKILL), `exit` (hard, status 70), `stop` (SIGSTOP, until somebody continues it), `raise` (OSError, as
-a failing disk would), `wait=FIFO` (the thread goes on when the other end of the FIFO is opened), and `note=FILE` (writes the
-point's name there).
+Actions: `kill` (SIGKILL), `exit` (hard, status 70), `stop` (SIGSTOP, until somebody continues it), `raise` (OSError,
+as a failing disk would), `wait=FIFO` (the thread goes on when the other end of the FIFO is opened), and `note=FILE`
+(writes the point's name there).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from py_scheduler.adapters._journal_store import JournalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,8 +153,6 @@ def _wrap(place: str, before: Callable[[], None], after: Callable[[], None]) -> 
 
 
 def _hook_commits(reached: Callable[[], None]) -> None:
-    from py_scheduler.adapters._journal_store import JournalStore
-
     make = JournalStore.__init__
 
     @functools.wraps(make)

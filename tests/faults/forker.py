@@ -1,7 +1,8 @@
 """A warm process that forks the others: a server is up in a tenth of a second instead of one or more.
 
-Run as a program it imports all that servers and clients need, then forks on demand: one JSON `Fork` a line on its standard
-input, the new process's id on its standard output. Whatever it forked ends with it, and it ends with its input.
+Run as a program it imports all that servers and clients need, then forks on demand: one JSON `Fork` a line on its
+standard input, the new process's id on its standard output. Whatever it forked ends with it, and it ends with its
+input.
 """
 
 from __future__ import annotations

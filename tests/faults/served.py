@@ -1,6 +1,7 @@
 """`py-scheduler` with the failpoints that FAILPOINTS names: `python -m tests.faults.served serve --config ...`.
 
-WALL_CLOCK_OFFSETS, a file with one number of seconds, moves the wall clock of this process alone, whenever it is changed.
+WALL_CLOCK_OFFSETS, a file with one number of seconds, moves the wall clock of this process alone, whenever it is
+changed.
 """
 
 from __future__ import annotations

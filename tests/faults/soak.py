@@ -2,9 +2,10 @@
 
     python -m tests.faults.soak --seconds 1200        (make soak SOAK_SECONDS=1200)
 
-Lanes submit, watch, abort and acknowledge; a quarter of the handlers fails; visitors open watches and leave them; others
-lease room. After a warm-up, in which what is capped fills up to its cap, the resident size may rise by MIB_PER_MINUTE, and once
-by what one of the allocator's arenas takes; descriptors by a few. At the end every task has one end, and all room is free.
+Lanes submit, watch, abort and acknowledge; a quarter of the handlers fails; visitors open watches and leave them;
+others lease room. After a warm-up, in which what is capped fills up to its cap, the resident size may rise by
+MIB_PER_MINUTE, and once by what one of the allocator's arenas takes; descriptors by a few. At the end every task has
+one end, and all room is free.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from py_scheduler.domain.requests import EventKind
 from py_scheduler.domain.resources import Resource
 from py_scheduler.errors import LeaseError, SchedulerError
 from tests.faults.chaos import CONFIG
-from tests.faults.chaos_client import GPU_SHARE, tasks_of
-from tests.faults.history import nodes_seen
+from tests.faults.chaos_client import GPU_SHARE, LEASE_TTL_SECONDS, tasks_of
+from tests.faults.entries import nodes_seen
 from tests.support.served_process import served_process
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class Soak:
                     tasks.create_task(self._lane(client))
                 for _ in range(_VISITORS):
                     tasks.create_task(self._visit(client))
+            # What was leased and not given back expires.
+            await asyncio.sleep(2 * LEASE_TTL_SECONDS)
             amounts = nodes_seen((await client.server_info()).nodes).amounts
         self.wrong += [
             f"{name}: {free} of {supply} is free at the end" for name, free, supply in amounts if free != supply
@@ -139,7 +142,7 @@ class Soak:
     async def _lease(self, placement: PlacementClient) -> None:
         while self._goes_on:
             lease = await placement.acquire(
-                Resource(gpu=GPU_SHARE), self._chance.randint(1, 4), ttl_seconds=2.0, timeout_seconds=1.0
+                Resource(gpu=GPU_SHARE), self._chance.randint(1, 4), ttl_seconds=LEASE_TTL_SECONDS, timeout_seconds=10.0
             )
             await asyncio.sleep(self._chance.random() * 0.2)
             if lease.state is LeaseState.PENDING or self._chance.random() < 0.8:

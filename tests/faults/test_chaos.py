@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow]
 
 
+@pytest.mark.timeout(400)
 async def test_a_kill_at_each_point_loses_nothing(tmp_path: Path) -> None:
     """Not the first time that it is reached, where that is often."""
     deaths = [

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from tests.faults import history
-from tests.faults.history import (
+from tests.faults import entries
+from tests.faults.entries import (
     REFERENCE,
     Acknowledged,
     Entry,
     FrameRead,
     GapTold,
-    History,
     LeaseGranted,
     LeaseReturned,
     NodesSeen,
@@ -23,8 +22,8 @@ from tests.faults.history import (
     SubmitAnswered,
     Unexpected,
     Viewed,
-    check,
 )
+from tests.faults.history import History, check
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -226,4 +225,4 @@ def test_a_recorder_keeps_what_it_wrote_and_a_torn_last_line_counts_as_never_see
     recorder.close()
     with (tmp_path / "client").open("ab") as file:
         file.write(b'{"type":"Acknowl')
-    assert history.read(tmp_path / "client") == list(SOUND)
+    assert entries.read(tmp_path / "client") == list(SOUND)

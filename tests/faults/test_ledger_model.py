@@ -291,7 +291,7 @@ class LedgerAndModel(RuleBasedStateMachine):
                 numbers = [sub.attempt_no for sub in record.subtasks]
                 assert numbers == [sub.attempt_no for sub in task.subs]
                 for sub, own in zip(record.subtasks, task.subs, strict=True):
-                    assert own.state == "final" or sub.state == own.state
+                    assert own.state in ("final", sub.state)
 
     @invariant()
     def everything_is_accounted_for(self) -> None:

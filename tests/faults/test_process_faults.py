@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from py_scheduler.client import PlacementClient, SchedulerClient
-from py_scheduler.domain.events import AttemptEnded, TaskDone
+from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.leases import LeaseState
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import TaskState
@@ -117,42 +117,44 @@ async def test_a_server_that_stood_still_goes_on_without_a_gap_and_without_timin
 # Journals that a dead process left
 
 
-async def killed_with_history(folder: Path, failpoints: str) -> Submission:
+async def killed_with_history(folder: Path) -> Submission:
     """A store that a server left when it was killed, with one submission that was acknowledged and done."""
-    async with serving(folder, failpoints) as served, client_of(folder) as client, asyncio.timeout(60):
-        submission = await client.submit(tasks(20), 1, request_id="first")
+    async with serving(folder) as served, client_of(folder) as client, asyncio.timeout(60):
+        submission = await client.submit(tasks(100), 1)
         await ends(client, submission)
-        losing = asyncio.create_task(client.submit(tasks(20), 2, request_id="second"))
-        if not failpoints:
-            await losing
-            served.process.kill()
+        served.process.kill()
         await served.process.wait()
-        losing.cancel()
     return submission
 
 
 async def test_a_torn_end_that_nobody_was_told_of_is_dropped_and_the_server_starts(tmp_path: Path) -> None:
     """Killed between a commit and its acknowledgement, and of that commit half of the last page got to the disk."""
-    orders = ", ".join(f"before_mark:kill@{number}" for number in (1_000_000,))
-    submission = await killed_with_history(tmp_path, orders.replace("1000000", "30"))
+    submission = await killed_with_history(tmp_path)
     log = tmp_path / "state/journal.db-wal"
-    with log.open("r+b") as file:
-        file.truncate(log.stat().st_size - 2_000)
-    async with serving(tmp_path), client_of(tmp_path) as client, asyncio.timeout(60):
-        sequences, states = await ends(client, submission)
-        assert sequences == sorted(set(sequences))
-        assert len(states) == 20
-        again = await client.submit(tasks(20), 2, request_id="second")
-        assert len((await ends(client, again))[1]) == 20
+    async with asyncio.timeout(60):
+        async with serving(tmp_path, "before_mark:kill") as served, client_of(tmp_path) as client:
+            losing = asyncio.create_task(client.submit(tasks(20), 2, request_id="second"))
+            assert await served.process.wait() == -signal.SIGKILL
+            assert not losing.done()
+            losing.cancel()
+        with log.open("r+b") as file:
+            file.truncate(log.stat().st_size - 2_000)
+        async with serving(tmp_path), client_of(tmp_path) as client:
+            sequences, states = await ends(client, submission)
+            assert sequences == sorted(set(sequences))
+            assert len(states) == 100
+            again = await client.submit(tasks(20), 2, request_id="second")
+            assert again.task_ids[0] in (await ends(client, again))[1]
     said = (tmp_path / "scheduler.log").read_text()
-    assert "torn" in said
-    assert "never acknowledged" in said
+    assert "was torn and never acknowledged" in said
 
 
 async def test_a_block_of_zeros_in_the_middle_refuses_to_start_and_recover_names_the_range(tmp_path: Path) -> None:
-    await killed_with_history(tmp_path, "")
-    async with serving(tmp_path):
-        pass  # An orderly start and end brings everything from the log into the database.
+    await killed_with_history(tmp_path)
+    async with serving(tmp_path) as served:
+        # An orderly end brings everything from the log into the database.
+        served.process.terminate()
+        assert await served.process.wait() == 0
     database = tmp_path / "state/journal.db"
     content = bytearray(database.read_bytes())
     at = content.index(b"AttemptStarted", len(content) // 4) // 4_096 * 4_096
@@ -181,12 +183,13 @@ async def test_a_jump_of_the_wall_clock_ends_nothing_early_and_nothing_late(tmp_
         serving(tmp_path, **{CLOCK_VARIABLE: str(clock)}),
         client_of(tmp_path) as client,
         PlacementClient(f"unix:{tmp_path}/s.sock") as placement,
-        asyncio.timeout(60),
+        asyncio.timeout(40),
     ):
+        lease = await placement.acquire(Resource(gpu=0.25), ttl_seconds=300.0)
         running = await client.submit(tasks(2, "gated", deadline_seconds=300.0), 1)
         waiting = await client.submit(tasks(20, "gated", deadline_seconds=300.0), 2)
-        lease = await placement.acquire(Resource(gpu=0.25), ttl_seconds=300.0)
-        clock.write_text(str(jump))
+        (tmp_path / "jumped").write_text(str(jump))
+        (tmp_path / "jumped").replace(clock)  # At once: the server reads it whenever it asks for the time.
         begun = time.monotonic()
         short = await client.submit(tasks(1, "gated", deadline_seconds=1.0), 3)
         _, states = await ends(client, short)
@@ -204,5 +207,19 @@ async def test_a_jump_of_the_wall_clock_ends_nothing_early_and_nothing_late(tmp_
         records = (await anext(everything)).records
         await everything.aclose()
         assert [record.sequence for record in records] == list(range(1, len(records) + 1)), "order is by sequence"
-        seconds = [event.unix_seconds for record in records if isinstance(event := record.event, AttemptEnded)]
-        assert max(seconds) - min(seconds) < HOUR / 2 or jump < 0 or seconds
+
+
+@pytest.mark.xfail(reason="elapsed time is told from the wall clock across a restart: see docs/faults.md", strict=True)
+async def test_a_jump_of_the_wall_clock_before_a_restart_ends_nothing_early(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("0")
+    async with client_of(tmp_path) as client, asyncio.timeout(40):
+        async with serving(tmp_path, **{CLOCK_VARIABLE: str(clock)}) as served:
+            submission = await client.submit(tasks(1, "gated", deadline_seconds=300.0), 1)
+            served.process.kill()
+            await served.process.wait()
+        clock.write_text(str(HOUR))
+        async with serving(tmp_path, **{CLOCK_VARIABLE: str(clock)}):
+            (tmp_path / "gate").touch()
+            _, states = await ends(client, submission)
+            assert set(states.values()) == {TaskState.SUCCEEDED}

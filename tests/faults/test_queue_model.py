@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -26,7 +27,7 @@ SAMPLE = Resource(gpu=0.5)
 BATCH_IDS: tuple[BatchId, ...] = (1, 2, "1/eval", "other")
 
 
-class Waiting(NamedTuple):
+class Waiting(msgspec.Struct, frozen=True):
     """What the model knows of an entry; sorts as it is served."""
 
     order: tuple[float, int, int]

@@ -79,7 +79,7 @@ LEAKS = re.compile(
 NEVER = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
-async def answered(channel: grpc.aio.Channel, method: MethodDescriptor, raw: bytes) -> grpc.aio.AioRpcError | None:
+async def answered(channel: Any, method: MethodDescriptor, raw: bytes) -> grpc.aio.AioRpcError | None:
     """How one call ended; None for well, or for a stream that was broken off because it goes on."""
     call: Any
     if method.client_streaming:
@@ -136,7 +136,9 @@ def good_requests(submission: Submission, lease: LeaseView) -> dict[str, Any]:
         "ExplainPlacement": placement_service_pb2.ExplainPlacementRequest(per_sample=demand, max_tokens=3),
         "PauseGeneration": generation_service_pb2.PauseGenerationRequest(role="student"),
         "ContinueGeneration": generation_service_pb2.ContinueGenerationRequest(role="student"),
-        "UpdateWeights": generation_service_pb2.UpdateWeightsRequest(role="student"),
+        "UpdateWeights": generation_service_pb2.UpdateWeightsRequest(
+            role="student", model_path="/models/next", weight_version="next"
+        ),
     }
 
 
