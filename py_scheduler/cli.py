@@ -203,6 +203,14 @@ def _add_abort(parser: argparse.ArgumentParser) -> None:
         "--no-wait", action="store_true", help="answer at once, rather than when the work is seen to have stopped"
     )
     parser.add_argument("--reason", default="", metavar="TEXT", help="what the tasks' ends will say")
+    parser.add_argument(
+        "--keep-partial",
+        action="store_true",
+        help="of tasks whose results are collected, those with runs that succeeded leave a result of these",
+    )
+    parser.add_argument(
+        "--restart-runners", action="store_true", help="replace the runners that are at them before they take more work"
+    )
     parser.set_defaults(run=_abort)
 
 
@@ -216,6 +224,8 @@ def _abort(options: argparse.Namespace) -> int:
             server=_connection(options),
             reason=options.reason,
             wait=not options.no_wait,
+            keep_partial=options.keep_partial,
+            restart_runners=options.restart_runners,
             console=_console(),
         )
     )
@@ -368,7 +378,7 @@ def _report_folder(options: argparse.Namespace) -> int:
 
 
 def _add_journal(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", help="what to do")
     for verb, text in (
         ("check", "reads everything and says what is damaged; exit code 1 if something is"),
         ("recover", "makes a new store of what is sound, moves the old one aside and says exactly what is lost"),
@@ -395,7 +405,7 @@ def _journal(options: argparse.Namespace) -> int:
 
 
 def _add_token(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", help="what to do")
     new = verbs.add_parser("new", help="print a new token once, and its line for the server's tokens file")
     new.add_argument("name", metavar="NAME", help="what the audit log calls its holder")
     new.add_argument(

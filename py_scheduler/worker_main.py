@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ from py_scheduler.execution.play import checked_result, checked_reward, checked_
 from py_scheduler.handlers import make_handler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Iterator, Mapping
 
     from py_scheduler.domain.evaluator import BaseAgent
     from py_scheduler.domain.results import AgentResult, Reward
@@ -143,6 +144,21 @@ class Worker:
             os._exit(1)
 
     def _on_frame(self, frame: ServerFrame) -> None:
+        with self._speaking():
+            self._obey(frame)
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """The server waits for a word: what cannot say it ends instead, and is seen to."""
+        try:
+            yield
+        except ConnectionError:
+            pass  # The server has ended, which the thread that reads sees too.
+        except Exception:  # noqa: BLE001 -- whatever it is
+            traceback.print_exc()
+            os._exit(1)
+
+    def _obey(self, frame: ServerFrame) -> None:
         match frame:
             case MakeHandler():
                 self._make(frame)
@@ -176,9 +192,15 @@ class Worker:
         """The one place where a handler's exceptions become frames. Those that end a process have ended it by now."""
         self._phase = None
         error = asyncio.CancelledError() if phase.cancelled() else phase.exception()
-        if error is None:
-            self._send(Returned(value=phase.result(), resident_mib=resident_mib()))
-        elif not isinstance(error, SystemExit | KeyboardInterrupt):
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            return
+        with self._speaking():
+            if error is None:
+                try:
+                    self._send(Returned(value=phase.result(), resident_mib=resident_mib()))
+                    return
+                except ValueError as too_long:
+                    error = too_long
             said = self._raised(error)
             self._end_episode()
             self._send(said)
@@ -201,7 +223,14 @@ class Worker:
         self._episode = EpisodeClient(self._calls, asked)
         self._result = checked_result(await self._handler.run(self._episode), self._handler)
         reason, answer = self._result.termination_reason, self._result.answer
-        return raw(AgentSaid(termination_reason=safe_text(reason), answer=safe_text(answer)))
+        return raw(
+            AgentSaid(
+                termination_reason=safe_text(reason),
+                answer=safe_text(answer),
+                metrics=self._result.metrics,
+                payload=self._result.payload,
+            )
+        )
 
     async def _eval(self) -> msgspec.Raw:
         assert self._handler is not None
@@ -258,6 +287,9 @@ HANDLER_PARTS: Parts = {"sandbox": make_sandbox}
 
 
 def resident_mib() -> float:
-    """Of this process."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    """Of this process; 0 when its handler has seen to it that nothing can be opened."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / _MIB

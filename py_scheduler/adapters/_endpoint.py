@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Only a refused connection or a failed generation sets an endpoint aside, and only a probe brings it back. `/health` is
-  not asked: it generates a token, which takes a second or two, and answers 503 while the server is paused, which is not
-  dead. An answer that does not come in time means silent: such an endpoint is chosen last.
+- Only a refused connection, a failed generation or a failed control call sets an endpoint aside, and only a probe
+  brings it back. `/health` is not asked: it generates a token, which takes a second or two, and answers 503 while the
+  server is paused, which is not dead. A load that is not told in time means silent: such an endpoint is chosen last.
 - At most one question is on its way, and the next is timed by the clock: at the load interval while the endpoint is up
   or warming up, after the backoff while it is set aside.
 - It takes generations only after the fleet has agreed to the model that it serves.

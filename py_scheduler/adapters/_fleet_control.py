@@ -2,7 +2,8 @@
 
 Invariants: a call is told to every endpoint that is up. One that fails it is set aside, which the others outlive, and
 before it is up again it has what it missed: the end of a pause, and the weights that the fleet was given last. So have
-all of them after an update whose caller gave up on it half-way.
+all of them after an update whose caller gave up on it half-way. A pause that fails leaves no endpoint paused that takes
+generations.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
+from py_scheduler.errors import EngineRejectedError, EngineUnavailableError, GenerationError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -34,9 +35,25 @@ class FleetControl:
         self._to_resume: set[Endpoint] = set()
 
     async def pause(self, mode: PauseMode) -> None:
-        self._is_paused = True
+        was_paused, self._is_paused = self._is_paused, True
         self._to_resume.update(each for each in self._endpoints if each.is_up)
-        await self._tell(lambda engine: engine.pause(mode))
+        try:
+            await self._tell(lambda engine: engine.pause(mode))
+        except GenerationError:
+            if not was_paused:
+                await self._undo_pause()
+            raise
+
+    async def _undo_pause(self) -> None:
+        """Those that obeyed go on now or, where that fails too, before they are up again."""
+        self._is_paused = False
+        endpoints = [each for each in self._to_resume if each.is_up]
+        answers = await asyncio.gather(*(each.engine.resume() for each in endpoints), return_exceptions=True)
+        for endpoint, answer in zip(endpoints, answers, strict=True):
+            if answer is None:
+                self._to_resume.discard(endpoint)
+            else:
+                endpoint.failed(f"a pause that failed was not undone: {answer}")
 
     async def resume(self) -> None:
         """Also when no endpoint obeys, or is up: none comes up again that has not been told."""
@@ -61,8 +78,13 @@ class FleetControl:
             raise
 
     async def weight_version(self) -> str:
-        """Empty when the endpoints differ."""
-        versions = {await each.engine.weight_version() for each in self._up()}
+        """As those say that answer; empty when they differ. Raises EngineUnavailableError when none does."""
+        asked = (each.engine.weight_version() for each in self._up())
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        versions = {answer for answer in answers if isinstance(answer, str)}
+        for answer in answers:
+            if isinstance(answer, BaseException) and not (versions and isinstance(answer, EngineUnavailableError)):
+                raise answer
         return versions.pop() if len(versions) == 1 else ""
 
     async def _catch_up(self, endpoint: Endpoint, info: ModelInfo) -> ModelInfo:

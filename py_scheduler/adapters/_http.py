@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 
     ResponseContext = AbstractAsyncContextManager[aiohttp.ClientResponse]
 
+ShapeT = TypeVar("ShapeT")
+
 HTTP_OK = 200
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for what is no JSON, or not of the shape that is expected."""
 LOST_CONNECTION = (aiohttp.ClientError, OSError)
 """What aiohttp raises when a connection is refused, reset, cut off or silent (TimeoutError is an OSError)."""
+
+
+MAX_ANSWER_BYTES = 256 << 20
+"""Of a body, or of one event of a stream: far more than the longest generation takes."""
 
 
 class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +98,7 @@ class HttpClient:
     async def _json(self, request: ResponseContext, path: str, timeout_seconds: float) -> Any:
         try:
             async with asyncio.timeout(timeout_seconds), request as response:
-                content = await response.read()
+                content = await body_of(response)
                 status = response.status
         except LOST_CONNECTION as error:
             reason = str(error) or f"no answer within {timeout_seconds:g} s"
@@ -118,19 +126,41 @@ class HttpClient:
         return session
 
 
+async def body_of(response: aiohttp.ClientResponse) -> bytes:
+    """Raises ClientPayloadError, as for a broken connection, when it does not end where an answer would."""
+    content = bytearray()
+    while chunk := await response.content.readany():
+        content += chunk
+        _check_size(content)
+    return bytes(content)
+
+
+def _check_size(content: bytearray) -> None:
+    if len(content) > MAX_ANSWER_BYTES:
+        raise aiohttp.ClientPayloadError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+
+
 def decode_json(content: bytes) -> Any:
     """Raises EngineUnavailableError for what is no JSON: a server that answers so is not well."""
     try:
         return msgspec.json.decode(content) if content else None
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise EngineUnavailableError(f"the engine answered something other than JSON: {content[:200]!r}") from error
+
+
+def read_as(shape: type[ShapeT], answer: Any, source: str) -> ShapeT:
+    """The answer of `source` as what it should be. Raises EngineUnavailableError when it is something else."""
+    try:
+        return msgspec.convert(answer, shape)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailableError(f"{source} answered what cannot be read: {error}") from error
 
 
 def error_message(content: bytes) -> str:
     """The message of an error body, whichever of the known forms it has; the body's beginning otherwise."""
     try:
         body = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return content[:500].decode(errors="replace")
     if isinstance(body, dict):
         inner = body.get("error", body)
@@ -151,6 +181,7 @@ async def sse_payloads(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         buffer += chunk
         end = buffer.rfind(b"\n\n", searched)
         if end < 0:
+            _check_size(buffer)
             continue
         events = bytes(buffer[:end])
         del buffer[: end + 2]

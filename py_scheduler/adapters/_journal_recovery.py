@@ -22,18 +22,21 @@ from py_scheduler.adapters._journal_store import (
     FORMAT_VERSION,
     SELECT_CHECKPOINT,
     SELECT_FRAMES,
+    SELECT_SNAPSHOTS,
     Checkpoint,
     JournalStore,
     connect,
     digest_of_snapshot,
+    snapshot_of_row,
     sum_of_digests,
 )
-from py_scheduler.domain.snapshots import Snapshot
 from py_scheduler.errors import JournalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from py_scheduler.domain.snapshots import Snapshot
 
 
 _NEXT_FRAME = "SELECT last_sequence FROM frame WHERE last_sequence > ? ORDER BY last_sequence LIMIT 1"
@@ -170,10 +173,10 @@ def _read_state(database: apsw.Connection, found: Examination) -> None:
     if checkpoint.digest != digest:
         raise ValueError("what it says of itself is not what was written")
     digests = []
-    for *parts, digest in database.execute("SELECT submission_id, sequence, content, digest FROM snapshot"):
-        snapshot = Snapshot(*parts)
+    for *parts, digest in database.execute(SELECT_SNAPSHOTS):
+        snapshot = snapshot_of_row(*parts)
         if digest_of_snapshot(snapshot) != digest:
-            raise ValueError(f"the snapshot of submission {snapshot.submission_id!r}")
+            raise ValueError(f"the snapshot {snapshot.name!r}")
         digests.append(digest)
         found.snapshots.append(snapshot)
     if (len(digests), sum_of_digests(digests)) != (checkpoint.snapshot_count, checkpoint.snapshot_sum):
@@ -302,7 +305,7 @@ def _write_anew(folder: Path, found: Examination, kept: list[Frame], end: int, *
                 payload = old.execute("SELECT content FROM payload WHERE last_sequence = ?", (frame.last_sequence,)).get
             store.put_frame(frame, payload)
         # What a snapshot knows of lost events stays; later ones will carry their sequences.
-        known = [Snapshot(each.submission_id, min(each.sequence, end), each.content) for each in found.snapshots]
+        known = [msgspec.structs.replace(each, sequence=min(each.sequence, end)) for each in found.snapshots]
         store.put_snapshots(known)
         _, chain = store.verify()
         store.move_wal(truncate=True)

@@ -1,7 +1,7 @@
 """The journal's database: its tables, the proof that it is whole, and each change as one transaction.
 
     frame       one row a commit: its events, chained by hash          payload     trajectories of that commit
-    snapshot    one row a submission: its state as of some event       checkpoint  one row: what may be relied on
+    snapshot    one row a piece of the state, as of some event         checkpoint  one row: what may be relied on
     meta        one row: the name of the store, and where fencing tokens begin
 
 Invariants
@@ -49,7 +49,8 @@ CREATE TABLE frame (
     previous BLOB NOT NULL, chain BLOB NOT NULL, payload_digest BLOB NOT NULL, events BLOB NOT NULL);
 CREATE TABLE payload (last_sequence INTEGER PRIMARY KEY, content BLOB NOT NULL);
 CREATE TABLE snapshot (
-    submission_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL, digest BLOB NOT NULL, content BLOB NOT NULL);
+    name TEXT PRIMARY KEY, sequence INTEGER NOT NULL, is_final INTEGER NOT NULL, digest BLOB NOT NULL,
+    content BLOB NOT NULL);
 CREATE TABLE checkpoint (
     through_sequence INTEGER NOT NULL, anchor_sequence INTEGER NOT NULL, anchor_chain BLOB NOT NULL,
     snapshot_count INTEGER NOT NULL, snapshot_sum BLOB NOT NULL, digest BLOB NOT NULL);
@@ -61,6 +62,7 @@ SELECT_FRAMES = (
 SELECT_CHECKPOINT = (
     "SELECT through_sequence, anchor_sequence, anchor_chain, snapshot_count, snapshot_sum, digest FROM checkpoint"
 )
+SELECT_SNAPSHOTS = "SELECT name, sequence, content, is_final, digest FROM snapshot"
 _INSERT_FRAME = (
     "INSERT INTO frame (first_sequence, last_sequence, unix_seconds, previous, chain, payload_digest, events) "
     "VALUES (?, ?, ?, ?, ?, ?, ?)"
@@ -102,8 +104,12 @@ def size_of(frame: Frame, payload_bytes: int) -> FrameSize:
     return FrameSize(frame.last_sequence, count, len(frame.events), payload_bytes, frame.unix_seconds)
 
 
+def snapshot_of_row(name: str, sequence: int, content: bytes, is_final: int) -> Snapshot:
+    return Snapshot(name, sequence, content, bool(is_final))
+
+
 def digest_of_snapshot(snapshot: Snapshot) -> bytes:
-    return digest_of(b"%s\0%d\0%s" % (snapshot.submission_id.encode(), snapshot.sequence, snapshot.content))
+    return digest_of(b"%s\0%d\0%s" % (snapshot.name.encode(), snapshot.sequence, snapshot.content))
 
 
 def sum_of_digests(digests: Iterable[bytes]) -> bytes:
@@ -160,7 +166,7 @@ class JournalStore:
             check_format(self._database, path)
             self.store_epoch, self.first_fencing_token = self._open_meta()
             self._checkpoint = self._read_checkpoint()
-            self._digests = dict(self._database.execute("SELECT submission_id, digest FROM snapshot"))
+            self._digests = dict(self._database.execute("SELECT name, digest FROM snapshot"))
         except BaseException:
             self._database.close()
             raise
@@ -230,12 +236,10 @@ class JournalStore:
     def snapshots(self) -> Iterator[Snapshot]:
         """Raises JournalDamagedError, at the latest after the last one."""
         count, total = 0, bytes(DIGEST_BYTES)
-        for *fields, digest in self._database.execute(
-            "SELECT submission_id, sequence, content, digest FROM snapshot ORDER BY rowid"
-        ):
-            snapshot = Snapshot(*fields)
+        for *fields, digest in self._database.execute(f"{SELECT_SNAPSHOTS} ORDER BY rowid"):
+            snapshot = snapshot_of_row(*fields)
             if digest_of_snapshot(snapshot) != digest:
-                raise damaged(self.path, f"the snapshot of submission {snapshot.submission_id!r} is damaged")
+                raise damaged(self.path, f"the snapshot {snapshot.name!r} is damaged")
             count, total = count + 1, sum_of_digests((total, digest))
             yield snapshot
         if (count, total) != (self._checkpoint.snapshot_count, self._checkpoint.snapshot_sum):
@@ -256,36 +260,44 @@ class JournalStore:
             self._database.execute("COMMIT")
 
     def put_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
-        digests = dict(self._digests)
+        changed: dict[str, bytes | None] = {}
         with self._rolled_back():
             self._database.execute("BEGIN IMMEDIATE")
             for snapshot in snapshots:
-                digest = digests[snapshot.submission_id] = digest_of_snapshot(snapshot)
+                digest = changed[snapshot.name] = digest_of_snapshot(snapshot)
                 self._database.execute(
-                    "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?)",
-                    (snapshot.submission_id, snapshot.sequence, digest, snapshot.content),
+                    "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?)",
+                    (snapshot.name, snapshot.sequence, snapshot.is_final, digest, snapshot.content),
                 )
-            self._commit_checkpoint(self._checkpoint.through_sequence, digests)
+            self._commit_checkpoint(self._checkpoint.through_sequence, changed)
 
     def set_checkpoint(self, through_sequence: int, forgotten: Iterable[str]) -> None:
-        digests = dict(self._digests)
+        changed: dict[str, bytes | None] = dict.fromkeys(forgotten)
         with self._rolled_back():
             self._database.execute("BEGIN IMMEDIATE")
-            for submission_id in forgotten:
-                digests.pop(submission_id, None)
-                self._database.execute("DELETE FROM snapshot WHERE submission_id = ?", (submission_id,))
-            self._commit_checkpoint(through_sequence, digests)
+            for name in changed:
+                self._database.execute("DELETE FROM snapshot WHERE name = ?", (name,))
+            self._commit_checkpoint(through_sequence, changed)
 
-    def _commit_checkpoint(self, through_sequence: int, digests: dict[str, bytes]) -> None:
-        changed = msgspec.structs.replace(
-            self._checkpoint,
+    def _commit_checkpoint(self, through_sequence: int, changed: dict[str, bytes | None]) -> None:
+        """changed: by name, the digests of snapshots that were written; None: it is gone."""
+        before = [digest for name in changed if (digest := self._digests.get(name)) is not None]
+        after = [digest for digest in changed.values() if digest is not None]
+        checkpoint = self._checkpoint
+        checkpoint = msgspec.structs.replace(
+            checkpoint,
             through_sequence=through_sequence,
-            snapshot_count=len(digests),
-            snapshot_sum=sum_of_digests(digests.values()),
+            snapshot_count=checkpoint.snapshot_count - len(before) + len(after),
+            snapshot_sum=sum_of_digests([checkpoint.snapshot_sum, *before, *after]),
         )
-        self._insert_checkpoint(changed)
+        self._insert_checkpoint(checkpoint)
         self._database.execute("COMMIT")
-        self._digests, self._checkpoint = digests, changed
+        self._checkpoint = checkpoint
+        for name, digest in changed.items():
+            if digest is None:
+                self._digests.pop(name, None)
+            else:
+                self._digests[name] = digest
 
     def discard_frames(self, last_sequence: int) -> None:
         """The frames up to the one that ends there go, with their payloads."""
@@ -341,7 +353,9 @@ class JournalStore:
 
     @property
     def snapshot_bytes(self) -> int:
-        return int(self._database.execute("SELECT coalesce(sum(length(content)), 0) FROM snapshot").get)
+        """Of those that a checkpoint writes anew."""
+        select = "SELECT coalesce(sum(length(content)), 0) FROM snapshot WHERE NOT is_final"
+        return int(self._database.execute(select).get)
 
     def rebuild(self) -> None:
         """Writes the database anew, as small as it gets; needs as much room again meanwhile."""

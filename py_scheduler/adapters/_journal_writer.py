@@ -6,6 +6,7 @@ Invariants
   1. What comes in is done in order: a snapshot is written after the events that it counts in.
   2. The high-water mark is never beyond the database, and nothing is reported that it does not name.
   3. What cannot be written is kept and tried again, and everything behind it waits; meanwhile the disk may be full.
+  4. The thread ends by `stop` alone, or after it has said by a JournalError why it never writes again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import msgspec
 
 from py_scheduler.adapters._journal_frames import make_frame
 from py_scheduler.adapters._journal_store import size_of
+from py_scheduler.domain.plain import words_of
+from py_scheduler.errors import JournalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -104,6 +107,7 @@ class JournalWriter:
         """Since when it cannot be written, or had to give up its ballast, why."""
         self._reported = self._acknowledged = 0
         self._silent_until = 0.0
+        self._is_broken = False
         self._has_discarded = False
         """Anything since it could not be written."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -115,12 +119,13 @@ class JournalWriter:
         self._thread.start()
 
     def put(self, item: Item) -> None:
-        self._inbox.put(item)
+        if not self._is_broken:  # What nobody will ever take would only pile up.
+            self._inbox.put(item)
 
     def acknowledge(self, through_sequence: int) -> None:
         """Not by the inbox alone: what comes in waits while the disk is full, and this is what may help."""
         self._acknowledged = max(self._acknowledged, through_sequence)
-        self._inbox.put(_Look())
+        self.put(_Look())
 
     def stop(self) -> None:
         """Writes what came in before, unless the store cannot be written; blocks."""
@@ -141,6 +146,11 @@ class JournalWriter:
             self._settle()
         except _GaveUpError:
             _log.error("the journal could not be written to the end: what was not acknowledged is lost")
+        except Exception as error:  # noqa: BLE001 -- no disk's fault: trying again gives the same, and somebody must know
+            _log.critical("the journal has failed and writes nothing any more", exc_info=error)
+            self._is_broken, self.wants_checkpoint = True, False
+            reason = f"the journal has failed by a fault of its own: {words_of(error)}"
+            self._on_failure(JournalError(reason))
 
     def _take(self) -> Item:
         """The next thing to do; events that came in one after the other are one thing."""

@@ -14,11 +14,21 @@ What 0.5.23 was seen to do, and what follows from it here:
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.adapters._http import HTTP_OK, LOST_CONNECTION, HttpClient, error_message
+from py_scheduler.adapters._http import (
+    HTTP_OK,
+    LOST_CONNECTION,
+    HttpClient,
+    body_of,
+    decode_json,
+    error_message,
+    read_as,
+)
+from py_scheduler.adapters._sglang_answers import Obeyed, ServedWeights
 from py_scheduler.domain.generation import PauseMode
-from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
+from py_scheduler.errors import EngineRejectedError, EngineUnavailableError, GenerationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +37,8 @@ if TYPE_CHECKING:
     from py_scheduler.adapters._sglang_model import ServedModel
     from py_scheduler.adapters.sglang import SglangSettings
     from py_scheduler.domain.generation import WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 _SERVER_ERRORS = 500
 
@@ -45,13 +57,24 @@ class SglangControl:
         if mode is PauseMode.ABORT and was_paused_in is None:
             await self._command("/continue_generation", {}, timeout)
         self._flights.stand_still()
+        # Before it is told: whoever gives up on the call leaves a server behind of which nobody knows, to be resumed.
+        self._paused_in = mode
         try:
             await self._command("/pause_generation", {"mode": str(mode)}, timeout)
-        except BaseException:
+        except GenerationError:
+            self._paused_in = was_paused_in
             if was_paused_in is None:
-                self._flights.go_on()
+                await self._undo_pause()
             raise
-        self._paused_in = mode
+
+    async def _undo_pause(self) -> None:
+        """Some workers may have obeyed, also one whose answer was lost: they would hold what they are sent for ever."""
+        try:
+            await self._command("/continue_generation", {}, self._settings.control_timeout_seconds)
+        except GenerationError as error:
+            logger.warning("a pause that failed may last until somebody continues: %s", error)
+        finally:
+            self._flights.go_on()
 
     async def resume(self) -> None:
         await self._command("/continue_generation", {}, self._settings.pause_timeout_seconds)
@@ -73,7 +96,8 @@ class SglangControl:
         answers = await asyncio.gather(
             *(client.get_json("/model_info", timeout_seconds=timeout) for client in self._controls)
         )
-        versions = {str(answer.get("weight_version") or "default") for answer in answers}
+        told = [read_as(ServedWeights, answer, "/model_info") for answer in answers]
+        versions = {each.weight_version or "default" for each in told}
         return versions.pop() if len(versions) == 1 else ""
 
     async def _command(self, path: str, body: dict[str, Any], timeout_seconds: float) -> None:
@@ -101,9 +125,12 @@ class SglangControl:
 
 async def _post(client: HttpClient, path: str, body: dict[str, Any], timeout_seconds: float) -> None:
     async with asyncio.timeout(timeout_seconds), client.post(path, body) as response:
-        content = await response.read()
+        content = await body_of(response)
         if response.status >= _SERVER_ERRORS:
             message = f"{client.base_url}{path} answered {response.status}: {error_message(content)}"
             raise EngineUnavailableError(message)
-        if response.status != HTTP_OK:
+        is_obeyed = response.status == HTTP_OK
+        if is_obeyed:
+            is_obeyed = read_as(Obeyed, decode_json(content), client.base_url + path).success
+        if not is_obeyed:
             raise EngineRejectedError(f"SGLang refused {path.removeprefix('/')}: {error_message(content)}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.adapters._http import LOST_CONNECTION, error_message
+from py_scheduler.adapters._http import LOST_CONNECTION, body_of, error_message
 from py_scheduler.domain.generation import LogProbKind, ModelInfo
 from py_scheduler.errors import EngineUnavailableError
 
@@ -147,7 +147,7 @@ class ServedModel:
     async def _ask_vocab_size(self) -> int:
         try:
             async with self._controls[0].post("/generate", VOCAB_QUESTION) as response:
-                said = VALID_IDS.search(error_message(await response.read()))
+                said = VALID_IDS.search(error_message(await body_of(response)))
         except LOST_CONNECTION as error:
             raise EngineUnavailableError(f"{self._base_url}: {error}") from error
         if said is None:

@@ -30,8 +30,10 @@ from py_scheduler.domain.runner_frames import (
     ObserveChat,
     Question,
     Refused,
+    Show,
     Withdraw,
     encode,
+    read_child_frame,
 )
 from py_scheduler.errors import FailedPreconditionError, GenerationError, LeaseError
 
@@ -127,12 +129,22 @@ class Calls:
             call_no = self._last_no
             self._open[call_no] = told
         try:
-            self._send(encode(Ask(call_no=call_no, question=question)))
+            self._send(_readable(Ask(call_no=call_no, question=question)))
         except BaseException:
             with self._lock:
                 self._open.pop(call_no, None)
             raise
         return call_no
+
+
+def _readable(ask: Ask) -> bytes:
+    """Raises TypeError for what the server would take for the word of a broken child."""
+    frame = encode(ask)
+    try:
+        read_child_frame(frame)
+    except msgspec.ValidationError as error:
+        raise TypeError(f"{type(ask.question).__name__}: {error}") from error
+    return frame
 
 
 def _settle(answer: asyncio.Future[Answer | Refused], frame: Answer | Refused) -> None:
@@ -224,6 +236,9 @@ class EpisodeClient:
     def _api(self) -> tuple[str, str, str]:
         return self._look_once("api", tuple[str, str, str])
 
+    def show(self, key: str, value: object) -> None:
+        self._ask(Show(key=key, value=safe_text(str(value))))
+
     def choose_role(self) -> str:
         return msgspec.msgpack.decode(self._ask(Look(name="role")), type=str)
 
@@ -239,7 +254,10 @@ class EpisodeClient:
     def observe(self, token_ids: Iterable[int], text: str = "") -> None:
         # The array takes what the record's own takes, and raises what that raises.
         ids = array("i", [*token_ids]).tolist()
-        self._ask(Observe(token_ids=ids, text=safe_text(text) if type(text) is str else text))
+        given: object = text
+        if not isinstance(given, str):
+            raise ValueError(f"text must be a string, not {type(given).__name__}")  # noqa: TRY004 -- as in the loop
+        self._ask(Observe(token_ids=ids, text=safe_text(text)))
 
     async def generate(
         self, *, role: str = STUDENT, max_new_tokens: int | None = None, sampling: SamplingParams | None = None

@@ -29,7 +29,15 @@ import aiohttp
 import msgspec
 
 from py_scheduler.adapters._checks import check_request
-from py_scheduler.adapters._http import HTTP_OK, LOST_CONNECTION, HttpClient, error_message, sse_payloads
+from py_scheduler.adapters._http import (
+    HTTP_OK,
+    LOST_CONNECTION,
+    UNREADABLE,
+    HttpClient,
+    body_of,
+    error_message,
+    sse_payloads,
+)
 from py_scheduler.adapters._in_flight import Flight, Flights
 from py_scheduler.adapters._llama_process import LlamaProcess
 from py_scheduler.adapters._llama_stream import Candidate, Chunk, Received, fill_gaps
@@ -195,7 +203,7 @@ class LlamaCppEngine:
         flight.allow(self._settings.first_token_timeout_seconds)
         async with client.post("/completion", body) as response:
             if response.status != HTTP_OK:
-                raise refusal(response.status, error_message(await response.read()))
+                raise refusal(response.status, error_message(await body_of(response)))
             async for payload in sse_payloads(response.content):
                 chunk = decode_chunk(payload)
                 if chunk.error is not None:
@@ -218,7 +226,7 @@ class LlamaCppEngine:
             body = completion_body(SamplingParams(temperature=0.0), 1, info.context_length)
             body |= {"prompt": ids, "stream": False, "n_probs": count, "logit_bias": [[self._end_token_id, SURE]]}
             async with self._client().post("/completion", body) as response:
-                content = await response.read()
+                content = await body_of(response)
                 if response.status != HTTP_OK:
                     raise refusal(response.status, error_message(content))
             scored = decode_chunk(content).completion_probabilities
@@ -299,7 +307,7 @@ def completion_body(sampling: SamplingParams, default_max_new_tokens: int, conte
 def decode_chunk(payload: bytes) -> Chunk:
     try:
         return CHUNK.decode(payload)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise EngineUnavailableError(f"llama.cpp sent what cannot be read: {payload[:200]!r}") from error
 
 

@@ -65,7 +65,7 @@ class MemoryJournal:
 
     def append(self, records: Sequence[EventRecord]) -> None:
         self._records.extend(records)
-        self._bytes += sum(record.size for record in records)
+        self._bytes += sum([record.size for record in records])
         self._drop_oldest()
         if self._on_commit is not None:
             self._on_commit(records[-1].sequence)

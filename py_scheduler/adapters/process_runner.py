@@ -6,6 +6,8 @@ Invariants
      changes how programs are loaded gets there, listed or not.
   3. A child ends with the server: by the kernel's signal, and when it sees its socket closed.
   4. How it ended is told after its last frame, once nothing of it runs any more.
+  5. A session is signalled only while its first process, ended or not, has not been reaped: afterwards its number may
+     be another's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ _BOOT = (
 )
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _EOF_SECONDS = 1.0
-"""How long a child that has closed its socket may take to end by itself."""
+"""How long a child may take to end by itself once its socket is closed, and its socket to close once it has ended."""
 _STDERR = 2
 _MIB = 1 << 20
 
@@ -114,7 +115,7 @@ class ProcessChild:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.returncode is None and not self._protocol.lost.is_set()
+        return not (self._exited.is_set() or self._protocol.lost.is_set())
 
     def send(self, frame: bytes) -> None:
         self._protocol.send(frame)
@@ -127,7 +128,7 @@ class ProcessChild:
             self._on_end = on_end
 
     def kill(self, why: str = "") -> None:
-        if self._process.returncode is None:
+        if not self._exited.is_set():
             self._why = self._why or why
         self._kill_session()
 
@@ -139,16 +140,20 @@ class ProcessChild:
         return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
 
     def _kill_session(self) -> None:
+        if self._process.returncode is not None:
+            return
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass  # Nothing of it is left.
 
     def _wait(self) -> None:
-        """In a thread: nothing else tells a loop of any kind that a process has ended."""
-        self._process.wait()
-        with suppress(RuntimeError):  # The loop is closed: nobody asks any more.
+        """In a thread: nothing else tells a loop of any kind that a process has ended. Reaping it is for `_watch`."""
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        try:
             self._loop.call_soon_threadsafe(self._exited.set)
+        except RuntimeError:  # The loop is closed: nobody asks any more.
+            self._process.wait()
 
     async def _watch(self) -> None:
         exited = asyncio.ensure_future(self._exited.wait())
@@ -159,9 +164,14 @@ class ProcessChild:
         # What its handler has started may hold the socket open, and is of no use without it.
         self._kill_session()
         await exited
+        return_code = self._process.wait()  # It has ended.
+        if not lost.done():
+            # What has left the session may hold the other end open for as long as it likes. What the child itself said
+            # last is read by then.
+            await asyncio.wait([lost], timeout=_EOF_SECONDS)
+            self._protocol.close()
         await lost
-        assert self._process.returncode is not None
-        self._how = how_it_ended(self._process.returncode, self._why)
+        self._how = how_it_ended(return_code, self._why)
         if self._on_end is not None:
             self._on_end(self._how)
 

@@ -78,6 +78,7 @@ class RayHost:
         self._address = ("", 0)
         self._expected: dict[bytes, tuple[str, asyncio.Future[tuple[FrameProtocol, int]]]] = {}
         self._children: set[RayActor] = set()
+        self._unwanted: set[asyncio.Future[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self.node_changed: Callable[[str, bool], None] = lambda _node, _is_there: None
 
@@ -120,8 +121,9 @@ class RayHost:
         children = [*self._children]
         for child in children:
             child.kill("the server is ending")
-        if children:
-            await asyncio.wait([child.watch for child in children])
+        ending = [*[child.watch for child in children], *self._unwanted]
+        if ending:
+            await asyncio.wait(ending)
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -135,17 +137,22 @@ class RayHost:
         arrived: asyncio.Future[tuple[FrameProtocol, int]] = asyncio.get_running_loop().create_future()
         self._expected[_digest(secret)] = (secret, arrived)
         variables = actor_environment(os.environ, gpu_ids, settings)
-        actor, ended = await asyncio.to_thread(self._start_actor, node_id, secret, variables)
-        over = asyncio.wrap_future(ended)
+        starting = asyncio.ensure_future(asyncio.to_thread(self._start_actor, node_id, secret, variables))
         try:
+            # Ray goes on with it even if nobody waits any more.
+            actor, ended = await asyncio.shield(starting)
+            over = asyncio.wrap_future(ended)
+            over.add_done_callback(_hear)
             await asyncio.wait([arrived, over], return_when=asyncio.FIRST_COMPLETED)
             if not arrived.done():
                 raise RunnerStartError(f"the actor ended before it had connected: {how_it_ended(over)}")
             protocol, pid = arrived.result()
         except BaseException:
-            self._ray.kill(actor, no_restart=True)
-            await asyncio.wait([over])
-            over.exception()
+            unwanted = asyncio.ensure_future(self._end_unwanted(starting, arrived))
+            self._unwanted.add(unwanted)
+            unwanted.add_done_callback(self._unwanted.discard)
+            if starting.done():
+                await asyncio.wait([unwanted])
             raise
         finally:
             self._expected.pop(_digest(secret), None)
@@ -153,6 +160,21 @@ class RayHost:
         self._children.add(child)
         child.watch.add_done_callback(lambda _: self._children.discard(child))
         return child
+
+    async def _end_unwanted(
+        self, starting: asyncio.Future[tuple[Any, Any]], arrived: asyncio.Future[tuple[FrameProtocol, int]]
+    ) -> None:
+        """Ends an actor that nobody waits for any more, as soon as there is one."""
+        await asyncio.wait([starting])
+        if arrived.done():
+            arrived.result()[0].close()
+        if starting.exception() is not None:
+            return
+        actor, ended = starting.result()
+        self._ray.kill(actor, no_restart=True)
+        over = asyncio.wrap_future(ended)
+        over.add_done_callback(_hear)
+        await asyncio.wait([over])
 
     def _start_actor(self, node_id: str | None, secret: str, variables: dict[str, str]) -> tuple[Any, Any]:
         """In a thread: the actor, and a future of its end."""
@@ -195,23 +217,26 @@ class RayHost:
 
     async def _watch_nodes(self) -> None:
         """Ray tells nobody when a node goes, so it is asked."""
-        known = set(await self.nodes())
+        known: set[str] | None = None
         while True:
-            await asyncio.sleep(_WATCH_SECONDS)
             try:
                 now = set(await self.nodes())
             except Exception as error:  # noqa: BLE001 -- whatever Ray raises, it may answer the next time
                 _log.warning("Ray does not say which nodes it has: %s", error)
-                continue
-            for node in sorted(known - now):
-                _log.warning("Ray node %s is gone", node)
-                for child in [child for child in self._children if child.node == node]:
-                    child.kill(f"its node {node} is gone")
-                self.node_changed(node, False)
-            for node in sorted(now - known):
-                _log.info("Ray node %s is there", node)
-                self.node_changed(node, True)
-            known = now
+            else:
+                self._nodes_are(now, now if known is None else known)
+                known = now
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    def _nodes_are(self, now: set[str], known: set[str]) -> None:
+        for node in sorted(known - now):
+            _log.warning("Ray node %s is gone", node)
+            for child in [child for child in self._children if child.node == node]:
+                child.kill(f"its node {node} is gone")
+            self.node_changed(node, False)
+        for node in sorted(now - known):
+            _log.info("Ray node %s is there", node)
+            self.node_changed(node, True)
 
 
 class RayActor:
@@ -272,7 +297,7 @@ class RayActor:
 
 
 def _hear(over: asyncio.Future[Any]) -> None:
-    """Late news of an end that was told already."""
+    """News of an end that nobody may be waiting for any more."""
     if not over.cancelled():
         over.exception()
 

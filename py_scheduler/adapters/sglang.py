@@ -30,15 +30,17 @@ from py_scheduler.adapters._http import (
     LOST_CONNECTION,
     HttpClient,
     RetrySettings,
+    body_of,
     error_message,
+    read_as,
     sse_payloads,
 )
 from py_scheduler.adapters._in_flight import Flight, Flights
+from py_scheduler.adapters._sglang_answers import Loads, Tokenized
 from py_scheduler.adapters._sglang_control import SglangControl
 from py_scheduler.adapters._sglang_events import (
     NOTHING,
     SERVER_ERRORS,
-    UNSAID,
     decode_event,
     read_generation,
     read_partial,
@@ -142,10 +144,8 @@ class SglangEngine(SglangControl):
         """Requests that run or wait at the server, whoever sent them. Asked once. Raises EngineUnavailableError."""
         path = "/v1/loads?include=core"
         answer = await self._controls[0].get_json(path, timeout_seconds=self._settings.control_timeout_seconds)
-        try:
-            return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in answer["loads"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineUnavailableError(f"{self.base_url}{path} cannot be read: {error!r}") from error
+        loads = read_as(Loads, answer, self.base_url + path).loads
+        return sum(rank.num_running_reqs + rank.num_waiting_reqs for rank in loads)
 
     async def encode(self, text: str) -> list[int]:
         return await self._tokenize({"prompt": text, "add_special_tokens": False})
@@ -229,7 +229,7 @@ class SglangEngine(SglangControl):
                 flight.engine_rid = rid
                 async with self._http.post("/generate", body | {"rid": rid}, fresh=fresh) as response:
                     if response.status != HTTP_OK:
-                        content = await response.read()
+                        content = await body_of(response)
                         over = True
                         raise self._refusal(response.status, error_message(content))
                     async for payload in sse_payloads(response.content):
@@ -259,16 +259,15 @@ class SglangEngine(SglangControl):
         if payload is None:
             return self._cut_short(flight, None, "the stream was empty")
         event = decode_event(payload)
-        if "error" in event:
-            error = event["error"]
-            raise self._refusal(int(error.get("code") or BAD_REQUEST), str(error.get("message", error)))
-        reason = event.get("meta_info", {}).get("finish_reason") or UNSAID
-        status = reason.get("status_code")
-        if reason["type"] == FinishReason.ABORT and status is not None and not flight.abort_requested:
+        if event.error is not None:
+            raise self._refusal(event.error.code or BAD_REQUEST, event.error.message)
+        finish = event.finish
+        status = finish.status_code
+        if finish.type is FinishReason.ABORT and status is not None and not flight.abort_requested:
             # Not somebody's abort but the server's own failure or refusal.
-            if int(status) >= SERVER_ERRORS:
-                return self._cut_short(flight, payload, str(reason.get("message")))
-            raise self._refusal(int(status), str(reason.get("message")))
+            if status >= SERVER_ERRORS:
+                return self._cut_short(flight, payload, str(finish.message))
+            raise self._refusal(status, str(finish.message))
         generation = read_generation(event)
         if generation.weight_spans:
             self._model.has_weights(generation.weight_spans[-1].version)
@@ -282,7 +281,7 @@ class SglangEngine(SglangControl):
         partial = NOTHING
         if payload is not None:
             event = decode_event(payload)
-            if "error" not in event:
+            if event.error is None:
                 partial = read_partial(event)
         if flight.abort_requested:
             return partial
@@ -320,5 +319,5 @@ class SglangEngine(SglangControl):
             await client.close()
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
-        answer = await self._model.ask("/v1/tokenize", body)
-        return [int(token_id) for token_id in answer["tokens"]]
+        path = "/v1/tokenize"
+        return read_as(Tokenized, await self._model.ask(path, body), self.base_url + path).tokens

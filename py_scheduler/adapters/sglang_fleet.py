@@ -290,6 +290,11 @@ class SglangFleet(FleetControl):
         waited = f"no endpoint came up within {self._fleet.no_endpoint_seconds:g} s"
         return EngineUnavailableError(f"{waited}: {self._reasons()}")
 
+    @property
+    def is_up(self) -> bool:
+        """Whether any of its endpoints is."""
+        return self._any_is_up()
+
     def _any_is_up(self) -> bool:
         return any(endpoint.is_up for endpoint in self._endpoints)
 

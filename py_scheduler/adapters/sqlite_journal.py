@@ -160,16 +160,21 @@ class SqliteJournal:
 
     def replay(self) -> Iterator[Sequence[EventRecord]]:
         store = self._opened()
-        for frame in store.frames(store.checkpoint.through_sequence):
-            yield bare_records_of(frame)
+        through_sequence = store.checkpoint.through_sequence
+        for frame in store.frames(through_sequence):
+            # The first may begin before the checkpoint, with events of what was forgotten by it.
+            yield bare_records_of(frame)[max(0, through_sequence + 1 - frame.first_sequence) :]
 
     # Without a server
 
-    def export(self) -> Iterator[list[EventRecord]]:
-        """All that is retained, with everything; between `open` and `abandon`. Raises JournalDamagedError."""
+    def export(self, after_sequence: int = 0) -> Iterator[list[EventRecord]]:
+        """All that is retained after a sequence, with everything; between `open` and `abandon`.
+
+        Raises JournalDamagedError.
+        """
         reader = connect(self.path, may_write=False)
         try:
-            for frame in self._opened().frames(0):
+            for frame in self._opened().frames(after_sequence):
                 yield records_of(frame, payload_of(reader, frame, self.path))
         finally:
             reader.close()

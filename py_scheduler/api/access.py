@@ -153,5 +153,10 @@ def log_refusal(caller: Caller | None, peer: str, method: str, code: str, reason
         peer,
         ascii(method[:_MAX_LOGGED]),
         code,
-        reason[:_MAX_LOGGED],
+        _in_one_line(reason[:_MAX_LOGGED]),
     )
+
+
+def _in_one_line(text: str) -> str:
+    """What nobody can take for a line of the log's own, wherever parts of it come from."""
+    return "".join([sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text])

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from py_scheduler.api.access import log_refusal
+from py_scheduler.api.access import NEEDS, Need, log_refusal
 from py_scheduler.api.bearer_tokens import ANYBODY
 from py_scheduler.errors import (
     InvalidArgumentError,
@@ -46,6 +46,8 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _REFUSALS = (UnauthenticatedError, PermissionDeniedError, ResourceExhaustedError)
 """What the audit log hears of: who was kept out, and who was held to a limit."""
 _RETRY_AFTER_SECONDS = 1.0
+_MAX_STREAMS_FOR_ALL = 1_000
+"""Watches of the server's health."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 # grpc's own types know nothing of handlers that take bytes, or write to the context.
@@ -74,6 +76,10 @@ class OutgoingStream:
         self._caller = caller
         self._stalled_seconds = stalled_seconds
 
+    async def begin(self) -> None:
+        """Tells the caller that the call was taken, where the first message may be long in coming."""
+        await self._context.send_initial_metadata(())
+
     async def write(self, message: Any) -> None:
         """Returns once the message is on its way. Raises UnauthenticatedError, CallRefusedError."""
         self._access.check_in_force(self._caller)
@@ -97,15 +103,16 @@ class OutgoingStream:
 class Boundary(grpc.aio.ServerInterceptor):
     """Wraps each method once, when it is first called.
 
-    max_streams: streams at once; more are refused. stalled_seconds: how long a stream waits for a client that does not
-    read.
+    max_streams: streams at once; more are refused. Those that need no token are counted by themselves, so that who has
+    none keeps nobody else out. stalled_seconds: how long a stream waits for a client that does not read.
     """
 
     def __init__(self, access: Access, max_streams: int = 1 << 62, stalled_seconds: float = 60.0) -> None:
         self._access = access
         self._max_streams = max_streams
         self._stalled_seconds = stalled_seconds
-        self._open_streams = 0
+        self._open_streams = {True: 0, False: 0}
+        """By whether they are open to anybody."""
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -158,12 +165,15 @@ class Boundary(grpc.aio.ServerInterceptor):
     def _unary_stream(self, call: Any, parse: Callable[[bytes], Any], method: str) -> Any:
         """For handlers that write to the context themselves: their clean-up runs in the call's own task, at once."""
 
+        is_for_all = NEEDS.get(method) is Need.NOTHING
+        limit = min(self._max_streams, _MAX_STREAMS_FOR_ALL) if is_for_all else self._max_streams
+
         async def behaviour(raw: bytes, context: Context) -> None:
-            self._open_streams += 1
+            self._open_streams[is_for_all] += 1
             try:
-                if self._open_streams > self._max_streams:
+                if self._open_streams[is_for_all] > limit:
                     raise ResourceExhaustedError(
-                        f"max_streams ({self._max_streams}) are open: end some, or come back later",
+                        f"{'as many' if is_for_all else 'max_streams'} ({limit}) are open: come back later",
                         _RETRY_AFTER_SECONDS,
                     )
                 request = self._admitted(raw, parse, method)
@@ -171,7 +181,7 @@ class Boundary(grpc.aio.ServerInterceptor):
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - this is the boundary
                 await _fail(error, context, method)
             finally:
-                self._open_streams -= 1
+                self._open_streams[is_for_all] -= 1
 
         return behaviour
 

@@ -26,6 +26,7 @@ from py_scheduler.wire.runners import encode_runners
 if TYPE_CHECKING:
     import grpc.aio
 
+    from py_scheduler.api.boundary import OutgoingStream
     from py_scheduler.api.engine_port import EnginePort
     from py_scheduler.domain.collecting import CollectReply, CollectRequest
 
@@ -42,12 +43,12 @@ class CollectingServicer:
         self._waits: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
 
-    async def CollectResults(self, request: collecting_pb2.CollectResultsRequest, context: Context) -> None:
+    async def CollectResults(self, request: collecting_pb2.CollectResultsRequest, context: OutgoingStream) -> None:
         reply = await self._wait(decode_collect_request(request), context)
         for parts in encode_chunks(reply):
             await context.write(collecting_pb2.CollectResultsResponse(parts=parts))
 
-    async def DrainSubmission(self, request: collecting_pb2.DrainSubmissionRequest, context: Context) -> None:
+    async def DrainSubmission(self, request: collecting_pb2.DrainSubmissionRequest, context: OutgoingStream) -> None:
         reply = await self._engine.drain_submission(decode_drain_request(request))
         for parts in encode_chunks(reply):
             await context.write(collecting_pb2.DrainSubmissionResponse(parts=parts))
@@ -61,7 +62,7 @@ class CollectingServicer:
     async def DiscardSubmission(
         self, request: collecting_pb2.DiscardSubmissionRequest, context: Context
     ) -> collecting_pb2.DiscardSubmissionResponse:
-        await self._engine.discard_submission(decode_discard_request(request))
+        await self._engine.discard_submission(*decode_discard_request(request))
         return collecting_pb2.DiscardSubmissionResponse()
 
     async def ListRunners(
@@ -69,13 +70,14 @@ class CollectingServicer:
     ) -> runner_pb2.ListRunnersResponse:
         return encode_runners(self._engine.runner_views())
 
-    async def _wait(self, request: CollectRequest, context: Context) -> CollectReply:
+    async def _wait(self, request: CollectRequest, context: OutgoingStream) -> CollectReply:
         task = asyncio.current_task()
         assert task is not None, "a call runs in a task of its own"
         self._waits.add(task)
         try:
             if self._is_stopping:
                 raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, _STOPPING)
+            await context.begin()
             return await self._engine.collect(request)
         except asyncio.CancelledError:
             if self._is_stopping and not context.cancelled():

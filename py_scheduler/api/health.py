@@ -1,7 +1,7 @@
 """grpc.health.v1: whether the server, and each of its services, serves.
 
-Nothing does once the server stops, nor while its event loop is known to stand still for long. Besides, a service can
-be told apart by `set_serving`.
+Nothing does once the server stops, nor while its event loop is known to stand still for long. Besides, each service
+says for itself whether what it needs is there; the server as a whole needs nothing but a journal that works.
 
 Not grpc_health's own servicer: there, the first of two watchers of a service that leaves deafens the other.
 """
@@ -11,6 +11,7 @@ Not grpc_health's own servicer: there, the first of two watchers of a service th
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from py_scheduler.api.boundary import CallRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Mapping
 
     import grpc.aio
 
@@ -30,12 +31,20 @@ if TYPE_CHECKING:
 _States = health_pb2.HealthCheckResponse
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # grpc_health has no types
-    """Knows the services by name; the empty name is the server as a whole."""
+_LOOK_SECONDS = 1.0
+"""How often a service is asked for its state at most, however many want to know, and while it is watched: what it
+needs tells nobody of coming and going.
+"""
 
-    def __init__(self, services: Iterable[str]) -> None:
-        self._services = {"", *services}
-        self._down: set[str] = set()
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # grpc_health has no types
+    """services: by name, whether what each needs is there. The empty name is the server as a whole."""
+
+    def __init__(self, services: Mapping[str, Callable[[], bool]], look_seconds: float = _LOOK_SECONDS) -> None:
+        self._services = dict(services)
+        self._look_seconds = look_seconds
+        self._seen: dict[str, tuple[float, bool]] = {}
+        """When each service was asked last, and what it said."""
         self._is_stopping = False
         self._is_blocked = False
         self._is_ended = False
@@ -51,11 +60,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # gr
         self._is_blocked = is_blocked
         self._tell()
 
-    def set_serving(self, service: str, is_serving: bool) -> None:
-        """Of one service, for as long as the server as a whole serves."""
-        (self._down.discard if is_serving else self._down.add)(service)
-        self._tell()
-
     def end_streams(self) -> None:
         self._is_ended = True
         self._tell()
@@ -67,8 +71,16 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # gr
     def _state(self, service: str) -> Any:
         if service not in self._services:
             return _States.SERVICE_UNKNOWN
-        is_down = self._is_stopping or self._is_blocked or service in self._down
+        is_down = self._is_stopping or self._is_blocked or not self._has_what_it_needs(service)
         return _States.NOT_SERVING if is_down else _States.SERVING
+
+    def _has_what_it_needs(self, service: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        asked_at, answer = self._seen.get(service, (-math.inf, False))
+        if now - asked_at >= self._look_seconds:
+            answer = self._services[service]()
+            self._seen[service] = now, answer
+        return answer
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
@@ -85,4 +97,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # gr
             elif self._is_ended:
                 return
             else:
-                await news.wait()
+                await _happened(news, self._look_seconds)
+
+
+async def _happened(news: asyncio.Event, look_seconds: float) -> None:
+    try:
+        async with asyncio.timeout(look_seconds):
+            await news.wait()
+    except TimeoutError:
+        pass

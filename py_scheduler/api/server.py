@@ -60,7 +60,15 @@ class ApiServer:
         self._servicer = SchedulerServicer(
             engine, version, settings.max_tasks_per_call, settings.disconnect_grace_seconds
         )
-        self._health = HealthServicer(_OWN_SERVICES)
+        self._health = HealthServicer(
+            {
+                "": lambda: engine.can_record,
+                SCHEDULER_SERVICE: lambda: engine.can_record,
+                PLACEMENT_SERVICE: lambda: engine.can_lease,
+                ROLLOUT_SERVICE: lambda: rollouts is not None,
+                GENERATION_SERVICE: lambda: engine.can_generate,
+            }
+        )
         boundary = Boundary(Access(self.tokens), settings.max_streams, settings.stalled_stream_seconds)
         self._server = grpc.aio.server(interceptors=[boundary], options=_options(settings))
         scheduler_service_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)

@@ -80,3 +80,5 @@ class Tethers:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        for abort in self._aborts:
+            abort.cancel()

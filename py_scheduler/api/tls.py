@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from py_scheduler.api.file_stamp import FileStamp, file_stamp
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Stamp = tuple[tuple[int, int], ...]
+Stamp = tuple[FileStamp | None, ...]
 
 
 class TlsFiles:
@@ -30,22 +31,34 @@ class TlsFiles:
         """Raises ConfigError."""
         self.settings = settings
         self._key = key
-        self._stamp = self._stamp_now()
+        self._stamp: Stamp | None = self._stamp_now()
+        self._told = ""
         self.check()
 
-    def changed(self) -> bool:
-        """Whether they differ from the last time and are good; asked once for each new connection."""
+    def changed(self) -> ssl.SSLContext | None:
+        """A context of what they hold, if they differ from the last time and are good; asked for each new connection.
+
+        What could not be opened may be had the next time, and is asked for again.
+        """
         stamp = self._stamp_now()
         if stamp == self._stamp:
-            return False
-        self._stamp = stamp
+            return None
         try:
-            self.check()
+            context = self.check()
         except ConfigError as error:
-            _log.error("the certificates stay as they were: %s", error)
-            return False
+            if isinstance(error.__cause__, ssl.SSLError):
+                self._stamp = stamp
+            if str(error) != self._told:
+                self._told = str(error)
+                _log.error("the certificates stay as they were: %s", error)
+            return None
+        self._stamp, self._told = stamp, ""
         _log.info("%s: certificates were read again", self._key)
-        return True
+        return context
+
+    def look_again(self) -> None:
+        """What `changed` saw could not be used."""
+        self._stamp = None
 
     def check(self) -> ssl.SSLContext:
         """A context made of what the files hold now. Raises ConfigError."""
@@ -53,7 +66,8 @@ class TlsFiles:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         settings = self.settings
         try:
-            context.load_cert_chain(settings.certificate, settings.key)
+            # Without a password to try OpenSSL would ask for one at the terminal, and the server would wait.
+            context.load_cert_chain(settings.certificate, settings.key, password="none")  # noqa: S106 - it is none
         except (OSError, ssl.SSLError) as error:
             message = f"{settings.certificate} and {settings.key} are no certificate and its key: {_reason(error)}"
             raise ConfigError(message, f"{self._key}.certificate") from error
@@ -68,7 +82,7 @@ class TlsFiles:
 
     def _stamp_now(self) -> Stamp:
         return tuple(
-            _stamp_of(file) for file in (self.settings.certificate, self.settings.key, self.settings.client_ca)
+            file_stamp(file) for file in (self.settings.certificate, self.settings.key, self.settings.client_ca)
         )
 
 
@@ -83,9 +97,12 @@ def grpc_credentials(settings: TlsSettings, key: str = "server.tls") -> grpc.Ser
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         """gRPC's question at each handshake; None keeps what it has."""
+        if files.changed() is None:
+            return None
         try:
-            return now() if files.changed() else None
-        except OSError:  # Replaced at this very moment: the next handshake asks again.
+            return now()
+        except OSError:  # Replaced at this very moment.
+            files.look_again()
             return None
 
     is_mutual = bool(settings.client_ca)
@@ -100,21 +117,12 @@ def http_context(settings: TlsSettings, key: str = "gateway.tls") -> ssl.SSLCont
     def take_current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         """Called at each handshake, whether or not the client names the server."""
         nonlocal current
-        if files.changed():
-            current = files.check()
+        current = files.changed() or current
         connection.context = current
 
     first = files.check()
     first.sni_callback = take_current
     return first
-
-
-def _stamp_of(file: str) -> tuple[int, int]:
-    try:
-        found = Path(file).stat()
-    except OSError:
-        return (0, 0)
-    return found.st_mtime_ns, found.st_ino
 
 
 def _reason(error: Exception) -> str:

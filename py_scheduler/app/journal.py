@@ -10,9 +10,10 @@ from py_scheduler.adapters._journal_recovery import Examination, Lost, Recovery,
 from py_scheduler.adapters._journal_retention import JournalLimits
 from py_scheduler.adapters.sqlite_journal import SqliteJournal
 from py_scheduler.domain.events import TasksAccepted
+from py_scheduler.scheduler.checkpoints import forgotten_among, snapshots_of
 from py_scheduler.scheduler.ledger import Ledger
-from py_scheduler.scheduler.restore import fold
-from py_scheduler.scheduler.snapshots import snapshot_of
+from py_scheduler.scheduler.restore import complete_from, fold
+from py_scheduler.scheduler.snapshots import service_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,8 +62,12 @@ def compact(config: Config, state_dir: Path) -> Compacted:
     try:
         ledger = Ledger(config.scheduler.retained_submissions)
         folded = fold(journal, ledger)
-        forgotten = [submission_id for submission_id in folded.snapshots if ledger.submission(submission_id) is None]
-        journal.compact([snapshot_of(submission, ledger) for submission in ledger.submissions()], forgotten)
+        if missing := folded.missing(ledger):
+            complete_from(journal.export(missing[0] - 1), ledger, folded)
+        snapshots = [service_snapshot(ledger)]
+        for submission in ledger.submissions():
+            snapshots.extend(snapshots_of(submission, ledger, folded.snapshots))
+        journal.compact(snapshots, forgotten_among(folded.snapshots, ledger))
         oldest, last = journal.oldest_sequence, journal.last_sequence
     finally:
         journal.abandon()

@@ -34,10 +34,16 @@ class LoopWatchdog:
     False when it went on without another such stop for as long again.
     """
 
-    def __init__(self, blocked_seconds: float, on_change: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        blocked_seconds: float,
+        on_change: Callable[[bool], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit = blocked_seconds
         self._beat_seconds = min(blocked_seconds / _BEATS_TO_THE_LIMIT, _MAX_BEAT_SECONDS)
         self._on_change = on_change
+        self._monotonic = monotonic
         self._last_beat = 0.0
         self._is_blocked = False
         self._moves_since = 0.0
@@ -48,7 +54,7 @@ class LoopWatchdog:
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._last_beat = time.monotonic()
+        self._last_beat = self._monotonic()
         self._beat()
         self._thread = threading.Thread(target=self._watch, name="loop watchdog", daemon=True)
         self._thread.start()
@@ -61,7 +67,7 @@ class LoopWatchdog:
         await asyncio.to_thread(self._thread.join)
 
     def _beat(self) -> None:
-        now = time.monotonic()
+        now = self._monotonic()
         stood_still = now - self._last_beat
         if stood_still >= self._limit + self._beat_seconds:
             _log.warning("the event loop goes on after %.1f s", stood_still)
@@ -78,10 +84,10 @@ class LoopWatchdog:
     def _watch(self) -> None:
         told_of = 0.0
         while True:
-            begun = time.monotonic()
+            begun = self._monotonic()
             if self._ended.wait(self._beat_seconds):
                 return
-            now = time.monotonic()
+            now = self._monotonic()
             if now - begun > self._beat_seconds + self._limit / 2:
                 continue  # The whole process stood still, and the loop with it.
             beat = self._last_beat

@@ -15,10 +15,10 @@ and go; what was started is ended by `close`, and otherwise with the actor.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import logging
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,11 @@ from py_scheduler.app.serving import in_process
 from py_scheduler.config import parse_config
 from py_scheduler.domain.generation import PauseMode, WeightUpdate
 from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.execution.held_open import HeldOpen
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from py_scheduler.domain.generation import GenerationState
     from py_scheduler.domain.runners import RunnerView
     from py_scheduler.interfaces.step_results import EvalResult, RolloutResult
@@ -46,45 +49,26 @@ class SchedulerRolloutManager:
     def __init__(self, config: str, base_dir: str = ".") -> None:
         self._config = parse_config(config)
         self._base_dir = Path(base_dir).resolve()
-        self._scheduler: asyncio.Future[TaskScheduler] | None = None
-        self._ending = asyncio.Event()
-        self._host: asyncio.Task[None] | None = None
+        self._held = HeldOpen(self._opened, "rollout manager")
 
     async def start(self) -> int:
         """Starts engines, runners and scheduler; the iteration that is next. Again, it only says that.
 
         Raises ConfigError, EngineUnavailableError, RunnerStartError.
         """
-        if self._host is None:
-            self._scheduler = asyncio.get_running_loop().create_future()
-            self._host = asyncio.create_task(self._hold(self._scheduler))
-        assert self._scheduler is not None
-        try:
-            return (await asyncio.shield(self._scheduler)).next_rollout_id
-        except Exception:
-            await self.close()
-            raise
+        return (await self._held.open()).next_rollout_id
 
     async def close(self) -> None:
         """Aborts what is open and ends everything; may be followed by `start`."""
-        host, self._host, self._scheduler = self._host, None, None
-        if host is not None:
-            self._ending.set()
-            await asyncio.wait([host])
-            self._ending.clear()
+        await self._held.close()
 
-    async def _hold(self, ready: asyncio.Future[TaskScheduler]) -> None:
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[TaskScheduler]:
         if str(self._base_dir) not in sys.path:
             sys.path.append(str(self._base_dir))
-        try:
-            async with in_process(self._config, self._base_dir) as scheduler:
-                _log.info("the rollout manager is ready, iteration %d is next", scheduler.next_rollout_id)
-                ready.set_result(scheduler)
-                await self._ending.wait()
-        except Exception as error:
-            if ready.done():
-                raise
-            ready.set_exception(error)
+        async with in_process(self._config, self._base_dir) as scheduler:
+            _log.info("the rollout manager is ready, iteration %d is next", scheduler.next_rollout_id)
+            yield scheduler
 
     async def next_rollout_id(self) -> int:
         return self._started.next_rollout_id
@@ -115,9 +99,9 @@ class SchedulerRolloutManager:
 
     @property
     def _started(self) -> TaskScheduler:
-        if self._scheduler is None or not self._scheduler.done():
+        if (scheduler := self._held.entered) is None:
             raise FailedPreconditionError("the rollout manager is not started (any more): call start first")
-        return self._scheduler.result()
+        return scheduler
 
 
 def rollout_manager_actor(**options: Any) -> Any:

@@ -8,10 +8,11 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 0.0005
 """How long the loop's thread may keep the journal's from going on: a commit waits for that several times."""
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 _EXIT_SECONDS = 8.0
 """What the end takes beside drain and grace, at most: streams that are cut off, the journal, the engines' processes."""
 
@@ -167,11 +169,12 @@ def _hangup_calls(api: ApiServer) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, tokens.refresh)
+    # Not by the loop, which would take over what wakes `stop_signals`.
+    before = signal.signal(signal.SIGHUP, lambda _number, _frame: loop.call_soon_threadsafe(tokens.reload))
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, before)
 
 
 def stop_limit_seconds(config: Config) -> float:
@@ -181,28 +184,48 @@ def stop_limit_seconds(config: Config) -> float:
 
 @contextmanager
 def stop_signals(stop: asyncio.Event, exit_seconds: float) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`; a second one, or `exit_seconds` without an end, ends the process at once."""
+    """SIGTERM and SIGINT set `stop`; a second one, or `exit_seconds` without an end, ends the process at once.
+
+    A thread hears of them. Python calls handlers of signals in the main thread alone, and that may be blocked by a
+    call of somebody's: a signal that comes just before such a call begins does not even interrupt it.
+    """
     loop = asyncio.get_running_loop()
-    watchdogs: list[threading.Timer] = []
+    hears, tells = socket.socketpair()
+    tells.setblocking(False)
+    loop_fd = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.signal(number, _nothing) for number in _STOP_SIGNALS}
 
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if watchdogs:
-            os._exit(128 + number)
-        # A thread, because what keeps the process from ending may well be a handler that blocks the loop.
-        watchdog = threading.Timer(exit_seconds, _end_hard, (exit_seconds,))
-        watchdog.daemon = True
-        watchdogs.append(watchdog)
-        watchdog.start()
-        loop.call_soon_threadsafe(stop.set)
+    def listen() -> None:
+        watchdog: threading.Timer | None = None
+        while numbers := hears.recv(64):
+            for number in _STOP_SIGNALS.intersection(numbers):
+                if watchdog is not None:
+                    os._exit(128 + number)
+                watchdog = threading.Timer(exit_seconds, _end_hard, (exit_seconds,))
+                watchdog.daemon = True
+                watchdog.start()
+                loop.call_soon_threadsafe(stop.set)
+            if loop_fd >= 0:
+                with suppress(OSError):
+                    os.write(loop_fd, numbers)
+        if watchdog is not None:
+            watchdog.cancel()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    listener = threading.Thread(target=listen, name="stop signals", daemon=True)
+    listener.start()
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for watchdog in watchdogs:
-            watchdog.cancel()
+        signal.set_wakeup_fd(loop_fd)
+        tells.close()
+        listener.join()
+        hears.close()
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    """A signal without a handler would end the process."""
 
 
 def _end_hard(seconds: float) -> None:

@@ -121,6 +121,7 @@ class SchedulerClient(CollectClient):
         *,
         submission_id: str = "",
         namespace: str | None = None,
+        request_id: str | None = None,
         task_ids: Iterable[str] = (),
         reason: str = "",
         wait: bool = True,
@@ -130,12 +131,15 @@ class SchedulerClient(CollectClient):
     ) -> AbortReply:
         """Stops a submission, or those of its tasks that are named. Each task still ends with its own TaskDone.
 
+        request_id: repeats an abort; it stops nothing that was submitted after the first. One is made up where none is
+        given, since the client repeats a call that the network lost.
         wait: return when the work has stopped, or shortly before `timeout_seconds` with what is `still_stopping`.
         keep_partial, restart_runners: see `AbortRequest`.
-        Raises NotFoundError.
+        Raises NotFoundError, AlreadyExistsError (the request_id is another call's).
         """
         abort = AbortRequest(
             selector=self._selector(batch_id, submission_id, namespace),
+            request_id=request_id or uuid.uuid4().hex,
             task_ids=tuple(task_ids),
             reason=reason,
             wait=wait,

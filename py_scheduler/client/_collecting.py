@@ -12,9 +12,9 @@ import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import runner_pb2
 from py_scheduler.client._backoff import Backoff
-from py_scheduler.client._channel import is_broken_connection, raise_error_of_call
 from py_scheduler.client._steps import StepClient
 from py_scheduler.domain.collecting import DEFAULT_COLLECT_SECONDS, CollectReply, CollectRequest, TaskResult
+from py_scheduler.domain.limits import check_collect
 from py_scheduler.domain.requests import SubmissionSelector
 from py_scheduler.domain.runner_table import runner_state, runner_table
 from py_scheduler.errors import InvalidArgumentError, NotFoundError, ServerError
@@ -75,12 +75,15 @@ class CollectClient(StepClient):
             include_partial=include_partial,
             with_payloads=with_payloads,
         )
+        if violations := tuple(check_collect(request)):
+            # Before the timeout becomes what is left of it, which may hide what was wrong with it.
+            raise InvalidArgumentError(violations)
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_seconds
 
         def call_again() -> StreamCall:
             left = msgspec.structs.replace(request, timeout_seconds=max(0.0, until - loop.time()))
-            return self._stub.CollectResults(encode_collect_request(left))
+            return self._stub.CollectResults(encode_collect_request(left), metadata=self._metadata)
 
         return await self._take(call_again, request, acknowledge=acknowledge)
 
@@ -103,7 +106,11 @@ class CollectClient(StepClient):
             with_payloads=with_payloads,
         )
         message = encode_drain_request(request)
-        return await self._take(lambda: self._stub.DrainSubmission(message), request, acknowledge=acknowledge)
+
+        def call_again() -> StreamCall:
+            return self._stub.DrainSubmission(message, metadata=self._metadata)
+
+        return await self._take(call_again, request, acknowledge=acknowledge)
 
     async def ack_results(self, request_id: str, *, namespace: str | None = None) -> None:
         """The server forgets what it gave under this id. An id that it does not know (any more) is no error."""
@@ -111,10 +118,18 @@ class CollectClient(StepClient):
         await self._call(lambda stub: stub.AckResults, message)
 
     async def discard(
-        self, batch_id: BatchId | None = None, *, submission_id: str = "", namespace: str | None = None
+        self,
+        batch_id: BatchId | None = None,
+        *,
+        submission_id: str = "",
+        namespace: str | None = None,
+        request_id: str | None = None,
     ) -> None:
-        """The server forgets all results that it keeps of a submission. Raises NotFoundError."""
-        message = encode_discard_request(self._selector(batch_id, submission_id, namespace))
+        """The server forgets all results that it keeps of a submission; under one request_id once. Raises
+        NotFoundError.
+        """
+        selector = self._selector(batch_id, submission_id, namespace)
+        message = encode_discard_request(selector, request_id or uuid.uuid4().hex)
         await self._call(lambda stub: stub.DiscardSubmission, message)
 
     async def list_runners(self) -> tuple[RunnerView, ...]:
@@ -135,17 +150,16 @@ class CollectClient(StepClient):
         backoff = Backoff(self._target, self._reconnect_seconds)
         while True:
             call = call_again()
-            try:
+            async with self._one_try(call, backoff):
+                # It may be long until there is more to read than that the server has taken the call.
+                await call.initial_metadata()
+                if not call.done():
+                    backoff.connected()
                 return await self._read_all(call)
-            except grpc.aio.AioRpcError as error:
-                if not (is_broken_connection(error) and await backoff.wait()):
-                    raise_error_of_call(error, self._target)
-            finally:
-                call.cancel()
 
     async def _read_all(self, call: StreamCall) -> CollectReply:
         reader = CollectReader()
-        async for message in call:
+        while (message := await self._read(call)) is not None:
             reader.read(message.parts)
         if reader.reply is None:
             raise ServerError("the stream of results ended before its summary", "DATA_LOSS")

@@ -6,14 +6,12 @@ import uuid
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-import grpc.aio
-
 from py_scheduler._generated.rollout_scheduler.v1 import (
     rollout_service_pb2,
     rollout_service_pb2_grpc,
     scheduler_service_pb2_grpc,
 )
-from py_scheduler.client._channel import raise_error_of_call
+from py_scheduler.client._backoff import Backoff
 from py_scheduler.client._rollout import RolloutEvent, rollout_events
 from py_scheduler.client._streams import StreamClient
 from py_scheduler.domain.steps import StepKind, StepReport, StepRequest
@@ -121,7 +119,7 @@ class StepClient(StreamClient[scheduler_service_pb2_grpc.SchedulerServiceStub]):
         call = stub.ReadSamples(request, metadata=self._metadata)
         group: list[TrainingSample] = []
         last_no = 0
-        try:
+        async with self._one_try(call, Backoff(self._target, 0.0)):
             while (message := await self._read(call)) is not None:
                 for group_no, sample in decode_samples(message):
                     if group and group_no != last_no:
@@ -129,10 +127,6 @@ class StepClient(StreamClient[scheduler_service_pb2_grpc.SchedulerServiceStub]):
                         group = []
                     last_no = group_no
                     group.append(sample)
-        except grpc.aio.AioRpcError as error:
-            raise_error_of_call(error, self._target)
-        finally:
-            call.cancel()
         if group:
             yield group
 

@@ -6,6 +6,7 @@ Invariant: a stream yields frames that join without a gap or a repetition, also 
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc.aio
@@ -16,7 +17,7 @@ from py_scheduler.client._channel import is_broken_connection, raise_error_of_ca
 from py_scheduler.errors import FailedPreconditionError, ServerError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 M = TypeVar("M", bound=Any)
 StreamCall = grpc.aio.UnaryStreamCall[Any, M]
@@ -34,7 +35,7 @@ class StreamClient(ServiceClient[StubT]):
         last_through: int | None = None
         while True:
             call = call_again()
-            try:
+            async with self._one_try(call, backoff):
                 while (message := await self._read(call)) is not None:
                     backoff.connected()
                     if last_through is not None and message.after_sequence != last_through:
@@ -46,22 +47,28 @@ class StreamClient(ServiceClient[StubT]):
                     last_through = message.through_sequence
                     request.cursor = message.cursor
                     yield message
-            except grpc.aio.AioRpcError as error:
-                if not (is_broken_connection(error) and await backoff.wait()):
-                    raise_error_of_call(error, self._target)
-            else:
                 if not await backoff.wait():
                     raise ServerError("the server ends the stream again and again", "UNAVAILABLE")
-            finally:
-                call.cancel()
 
-    async def _read(self, call: StreamCall[M]) -> M | None:
-        """The next message; None at the end of the stream."""
+    @asynccontextmanager
+    async def _one_try(self, call: StreamCall[M], backoff: Backoff) -> AsyncIterator[None]:
+        """Leaves no call behind. Goes on behind the block when the connection broke and has been waited for; what else
+        a failed call means is raised.
+        """
         try:
-            message = await call.read()
+            yield
+        except grpc.aio.AioRpcError as error:
+            if not (is_broken_connection(error) and await backoff.wait()):
+                raise_error_of_call(error, self._target)
         except asyncio.CancelledError:
             if self._channel is not None:
                 raise
             # grpc ends the calls of a closed channel with this, though nobody cancelled the reader.
-            raise FailedPreconditionError("the client was closed while it was watching") from None
+            raise FailedPreconditionError("the client was closed while it was reading") from None
+        finally:
+            call.cancel()
+
+    async def _read(self, call: StreamCall[M]) -> M | None:
+        """The next message; None at the end of the stream."""
+        message = await call.read()
         return None if message is grpc.aio.EOF else cast("M", message)

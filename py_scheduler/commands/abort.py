@@ -15,12 +15,26 @@ if TYPE_CHECKING:
 
 
 async def abort_submission(
-    selector: Selector, task_ids: Sequence[str], *, server: Connection, reason: str, wait: bool, console: Console
+    selector: Selector,
+    task_ids: Sequence[str],
+    *,
+    server: Connection,
+    reason: str,
+    wait: bool,
+    keep_partial: bool,
+    restart_runners: bool,
+    console: Console,
 ) -> int:
     """Asks the server and prints; 1 when it waited and something still runs. Raises NotFoundError, ServerError."""
     async with server.client(selector.namespace) as client:
         reply = await client.abort(
-            selector.batch_id, submission_id=selector.submission_id, task_ids=task_ids, reason=reason, wait=wait
+            selector.batch_id,
+            submission_id=selector.submission_id,
+            task_ids=task_ids,
+            reason=reason,
+            wait=wait,
+            keep_partial=keep_partial,
+            restart_runners=restart_runners,
         )
     _show_reply(reply, console, wait=wait)
     return int(wait and bool(reply.still_stopping))

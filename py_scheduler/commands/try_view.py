@@ -94,7 +94,7 @@ def _as_object(trial: Trial) -> dict[str, Any]:
         "tokens": len(trajectory),
         "generated_tokens": trajectory.generated_tokens,
         "tokens_per_second": trial.tokens_per_second,
-        "timings": sample.timings if sample else None,
+        "timings": msgspec.structs.asdict(sample.timings) if sample else None,
         "held": {
             "node_ip": sample.node_ip if sample else "",
             "gpu_ids": sample.gpu_ids if sample else (),

@@ -126,6 +126,8 @@ def _check_namespaces(config: Config) -> Iterator[FieldViolation]:
     for namespace, settings in config.namespace.items():
         if fault := name_fault(namespace):
             yield FieldViolation(f"namespace.{namespace}", fault)
+        if namespace == "*":
+            yield FieldViolation("namespace.*", "would be one of that name alone: write a table for each namespace")
         yield from _check_numbers(settings, f"namespace.{namespace}")
 
 

@@ -24,7 +24,25 @@ def convert_table(table: object, target: type[T], key: str) -> T:
     try:
         return msgspec.convert(table, target)
     except msgspec.ValidationError as error:
-        raise ConfigError(_violations(error, table, target, key)) from error
+        raise ConfigError(_all_violations(error, table, target, key)) from error
+
+
+def _all_violations(first: msgspec.ValidationError, table: object, target: type, key: str) -> list[FieldViolation]:
+    """msgspec stops at the first fault: so what is in a table is looked at entry by entry, then what is missing."""
+    if not (_is_struct(target) and isinstance(table, dict)):
+        return _violations(first, table, target, key)
+    found: list[FieldViolation] = []
+    for name, value in table.items():
+        entry = {name: value}
+        try:
+            msgspec.convert(entry, target)
+        except msgspec.ValidationError as error:
+            if not _MISSING.match(str(error)):
+                found += _violations(error, entry, target, key)
+    for field in msgspec.structs.fields(target):
+        if field.required and field.name not in table:
+            found.append(_missing(key, field.name))
+    return found or _violations(first, table, target, key)
 
 
 def convert_with_parts(table: object, target: type[StructT], key: str) -> StructT:
@@ -96,8 +114,12 @@ def _violation(what: str, where: str, known: Sequence[str]) -> FieldViolation:
     if unknown := _UNKNOWN.match(what):
         return _unknown_key(f"{where}.{unknown['name']}".removeprefix("."), unknown["name"], known)
     if missing := _MISSING.match(what):
-        return FieldViolation(f"{where}.{missing['name']}".removeprefix("."), "is missing: it has no default")
+        return _missing(where, missing["name"])
     return FieldViolation(where, f"must be {what.removeprefix('Expected ')}" if what.startswith("Expected ") else what)
+
+
+def _missing(where: str, name: str) -> FieldViolation:
+    return FieldViolation(f"{where}.{name}".removeprefix("."), "is missing: it has no default")
 
 
 def unknown_key(name: str, target: type[msgspec.Struct]) -> FieldViolation:

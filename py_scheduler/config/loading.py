@@ -37,6 +37,8 @@ def parse_config(text: str, overrides: Iterable[Override] = (), name: str = "the
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name} is not TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name} is nested too deeply") from error
     return convert_config(tables, overrides)
 
 

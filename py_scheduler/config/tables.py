@@ -70,7 +70,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     loop_blocked_seconds: Positive = 5.0
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=(1 << 31) - 1)] = MAX_MESSAGE_BYTES
     max_tasks_per_call: Annotated[int, msgspec.Meta(ge=1)] = MAX_TASKS_PER_CALL
-    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 20.0
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 15.0
     event_loop: Literal["auto", "asyncio", "uvloop"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

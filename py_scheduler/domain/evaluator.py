@@ -83,6 +83,13 @@ class Episode(Protocol):
         """Path of the unix socket on which `api_base_url` is to be had too; empty when there is none."""
         ...
 
+    def show(self, key: str, value: object) -> None:
+        """Lets people see something of this attempt where they look at runners (`py-scheduler runners`, ListRunners).
+
+        Raises ValueError for more than a few keys.
+        """
+        ...
+
     def choose_role(self) -> str:
         """Who generates the next turn: the teacher with probability `iteration.beta`, else the student.
 

@@ -9,6 +9,7 @@ They are stored as arrays, a third smaller than with names: a new field goes to 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import final
 
 import msgspec
 
@@ -16,11 +17,19 @@ from py_scheduler.domain.collecting import UnfinishedTask
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.domain.task import BatchId, Task
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY
 
 
 class AcceptedTask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     task_id: str
     task: Task
+
+
+class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A time that a later process can compare with its own, as long as its `Clock.boot_id` is the same."""
+
+    boot_id: bytes
+    monotonic_seconds: float
 
 
 class AttemptRef(msgspec.Struct, frozen=True, gc=False):
@@ -35,7 +44,7 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_l
     """One SubmitTasks call was taken in. Tasks of one call are accepted together or not at all.
 
     group_scored: the task types among them whose handler scores all samples of a task together before its TaskDone.
-    is_collected: whether their results are kept until they are collected.
+    is_collected: whether their results are kept until they are collected. moment: from which their deadlines count.
     """
 
     submission_id: str
@@ -48,8 +57,10 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_l
     iteration: IterationContext | None = None
     group_scored: frozenset[str] = frozenset()
     is_collected: bool = False
+    moment: Moment | None = None
 
 
+@final
 class AttemptsLeased(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """A batch was admitted. Not journalled: after a restart there is no lease."""
 
@@ -75,6 +86,10 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_li
     attempt takes the place of one that the infrastructure failed, which no retry of the agent pays for.
     payload: what the runner made for the trainer in this attempt, never decoded here; like samples, only when final.
     running_seconds: from the handler's start to its end, or until it was given up.
+
+    What the service as a whole learns from it, without the task's record (`scheduler/service_facts.py`), once it is
+    final: is_eval; subtask_seconds, running_seconds of all attempts at the SubTask; trainable_samples, how many of its
+    samples can be trained on.
     """
 
     submission_id: str
@@ -90,6 +105,9 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_li
     is_refill: bool = False
     payload: bytes = b""
     running_seconds: float = 0.0
+    is_eval: bool = False
+    subtask_seconds: float = 0.0
+    trainable_samples: int = 0
 
 
 class StopCause(StrEnum):
@@ -122,6 +140,7 @@ class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
 
     keeps_results: whether those that wait to be collected leave a result of the samples that had succeeded.
     restarts_runners: whether the runners that were at them are replaced before they take other work.
+    request_id, request_digest: of the call that asked; empty: nobody will ask again by an id.
     """
 
     submission_id: str
@@ -131,6 +150,8 @@ class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
     unix_seconds: float
     keeps_results: bool = False
     restarts_runners: bool = False
+    request_id: str = ""
+    request_digest: bytes = b""
 
 
 class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
@@ -139,7 +160,7 @@ class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=T
     outcomes: how many samples ended in each class. reason: why it is not SUCCEEDED.
     rewards: what the handler's `eval_group` gave, one to a sample in the order of sample_no; these take the place of
     the samples' own. group_outcomes: what these make of the samples, in the same order; `outcomes` counts them. Both
-    are empty when the handler scores no groups.
+    are empty when the handler scores no groups. is_eval: of the task, whose record is gone.
     """
 
     submission_id: str
@@ -152,6 +173,7 @@ class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=T
     unix_seconds: float
     rewards: tuple[Reward, ...] = ()
     group_outcomes: tuple[Outcome, ...] = ()
+    is_eval: bool = False
 
 
 class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
@@ -191,7 +213,8 @@ EVERY_NAMESPACE = ""
 class ResultsCollected(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """These tasks' results were handed out under a request id; they are kept until that is acknowledged.
 
-    unfinished, warnings, is_timed_out: what that call was told beside them.
+    unfinished, warnings, is_timed_out: what that call was told beside them. completes_step: whether with these the
+    whole submission was handed out, and is no eval.
     """
 
     submission_id: str
@@ -201,6 +224,7 @@ class ResultsCollected(msgspec.Struct, frozen=True, kw_only=True, tag=True, arra
     unfinished: tuple[UnfinishedTask, ...] = ()
     warnings: tuple[str, ...] = ()
     is_timed_out: bool = False
+    completes_step: bool = False
 
 
 class ResultsAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
@@ -214,11 +238,13 @@ class ResultsAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True, a
 class ResultsDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """All results of a submission that were kept are forgotten, those handed out and not acknowledged too.
 
-    Its open tasks go on; what they come to is kept again.
+    Its open tasks go on; what they come to is kept again. request_id, request_digest: as of an AbortRequested.
     """
 
     submission_id: str
     unix_seconds: float
+    request_id: str = ""
+    request_digest: bytes = b""
 
 
 JournalledEvent = (
@@ -259,18 +285,23 @@ class EventRecord(msgspec.Struct, gc=False):
 def approximate_size(event: Event) -> int:
     """Bytes in memory of an event with its payload."""
     if type(event) is AttemptEnded:
-        return EVENT_BYTES + len(event.payload) + sum([sample_size(sample) for sample in event.samples])
+        size = EVENT_BYTES + len(event.payload)
+        for sample in event.samples:
+            size += sample_size(sample)
+        return size
+    if type(event) is TaskDone:
+        return EVENT_BYTES + _REWARD_BYTES * len(event.rewards)
     if type(event) is TasksAccepted:
         return sum([EVENT_BYTES + len(accepted.task.prompt) + len(accepted.task.data) for accepted in event.tasks])
     if type(event) is ResultsCollected:
         return EVENT_BYTES + _ID_BYTES * (len(event.task_ids) + len(event.unfinished))
-    if type(event) is TaskDone and event.rewards:
-        return EVENT_BYTES + _REWARD_BYTES * len(event.rewards)
     return EVENT_BYTES
 
 
 def sample_size(sample: SampleDone) -> int:
     """Bytes in memory of what a sample carries beside its fixed fields."""
     trajectory = sample.trajectory
+    if trajectory is EMPTY_TRAJECTORY:
+        return len(sample.error)
     texts = sum([len(turn.text) for turn in trajectory.turns]) if trajectory.turns else 0
     return 10 * len(trajectory) + texts + len(sample.error)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from py_scheduler.domain.plain import plain_number, safe_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +47,19 @@ def task_metrics(runs: Iterable[Mapping[str, float]], *, is_eval: bool) -> dict[
         else:
             metrics[name] = _REDUCERS[rule](values)
     return metrics
+
+
+def plain_metrics(measured: Mapping[Any, Any]) -> dict[str, float]:
+    """Numbers of numpy as Python's own, and names as text that can be stored; what is no number is left out."""
+    plain = {}
+    for name, value in measured.items():
+        number = plain_number(value)
+        if isinstance(number, int | float):
+            try:
+                plain[safe_text(str(name))] = float(number)
+            except OverflowError:
+                continue
+    return plain
 
 
 def _name_and_rule(key: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """What of a handler's words and values can be sent and stored, decided once, where the handler returns them.
 
-Invariants: text is what UTF-8 carries; details are a JSON object that every JSON reader takes, however odd the objects
-were that they were made of.
+Invariants: text is what UTF-8 carries; details are a JSON object that every JSON reader takes, and the journal too,
+however odd the objects were that they were made of.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _UNREADABLE = "unreadable_details"
 
 
 def safe_text(text: str) -> str:
-    """What UTF-8 can carry of a text that a handler made: lone surrogates become question marks."""
-    return text if text.isascii() else text.encode(errors="replace").decode()
+    """What UTF-8 can carry of a text that a handler made, as a plain str: lone surrogates become question marks."""
+    if type(text) is str and text.isascii():
+        return text
+    return str.encode(text, errors="replace").decode()
 
 
 def words_of(error: BaseException) -> str:
@@ -51,9 +53,11 @@ def details_json(details: object) -> bytes:
 
 
 def _json(value: object) -> bytes:
-    """Raises whatever is wrong with a value that does not come back out of JSON."""
+    """Raises whatever is wrong with a value that does not come back out of JSON, or that the journal cannot carry."""
     encoded = msgspec.json.encode(value, enc_hook=_plain)
     decoded = msgspec.json.decode(encoded)
+    # What comes out of JSON can be too much still: integers of any length.
+    msgspec.msgpack.encode(decoded)
     # Counting is cheap and bounds the depth; only what has many brackets is looked at closely.
     if encoded.count(b"[") + encoded.count(b"{") > _MAX_DEPTH and _depth(decoded) > _MAX_DEPTH:
         raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")

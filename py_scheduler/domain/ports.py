@@ -26,6 +26,13 @@ class TimerHandle(Protocol):
 class Clock(Protocol):
     """The only source of time. Durations and deadlines are monotonic; unix time is for people to read."""
 
+    @property
+    def boot_id(self) -> bytes:
+        """Names what `monotonic` counts from: readings of two processes with the same one can be compared. Empty: they
+        cannot.
+        """
+        ...
+
     def monotonic(self) -> float: ...
 
     def unix_time(self) -> float: ...
@@ -105,6 +112,14 @@ class DerivedEngine(Protocol):
     def base(self) -> GenerationEngine: ...
 
 
+@runtime_checkable
+class ProbedEngine(Protocol):
+    """A GenerationEngine that notices by itself whether its servers answer. Others count as up while they are open."""
+
+    @property
+    def is_up(self) -> bool: ...
+
+
 class Journal(Protocol):
     """Where events become durable. One writer; sequences rise by one.
 
@@ -113,8 +128,8 @@ class Journal(Protocol):
 
     open -> snapshots, replay -> start -> append, read, and now and then a checkpoint -> close
 
-    What a restart needs is kept apart from what watchers may still read: a checkpoint puts the state of each submission
-    into a snapshot, and from then on events are kept for watchers alone, as long as the retention says.
+    What a restart needs is kept apart from what watchers may still read: a checkpoint puts the state, piece by piece,
+    into snapshots, and from then on events are kept for watchers alone, as long as the retention says.
     """
 
     def open(self) -> None:
@@ -164,7 +179,7 @@ class Journal(Protocol):
         """Called once, after what is stored has been read.
 
         `on_failure` says that nothing can be written for now (a full disk); what was appended is kept and tried again,
-        and the next `on_commit` ends the failure.
+        and the next `on_commit` ends the failure. With a JournalError it says that nothing ever will be.
         """
         ...
 
@@ -187,11 +202,11 @@ class Journal(Protocol):
         ...
 
     def put_snapshots(self, snapshots: Sequence[Snapshot]) -> None:
-        """They take the place of those of the same submissions. The events that they count in were appended before."""
+        """They take the place of those of the same names. The events that they count in were appended before."""
         ...
 
     def checkpoint(self, through_sequence: int, forgotten: Sequence[str]) -> None:
-        """Every submission that events up to there speak of is forgotten, or has a snapshot as of there or later.
+        """Whatever events up to there changed is forgotten, or has a snapshot as of there or later.
 
         The snapshots of the forgotten ones go in the same step: before it events would be applied to them, after it
         they would come back to life.

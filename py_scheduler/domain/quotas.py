@@ -30,11 +30,11 @@ UNLIMITED = Quota()
 
 
 class NamespaceSettings(Quota, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `[namespace.NAME]` table. weight: its share of the room where others want it too; a namespace without a table
-    weighs 1.
+    """A `[namespace.NAME]` table. weight: its share of the room where others want it too, from a millionth to a
+    million; a namespace without a table weighs 1.
     """
 
-    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    weight: Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)] = 1.0
 
 
 def _least(*limits: int | None) -> int | None:

@@ -64,12 +64,15 @@ class SubmissionSelector(msgspec.Struct, frozen=True, kw_only=True):
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Stops a submission, or those of its tasks that are named.
 
+    request_id: the same id with the same content stops nothing that came after the first call; empty: it stops what it
+    finds.
     wait: answer when the work has stopped; at most `timeout_seconds`, None for as long as it takes.
     keep_partial: of tasks whose results are collected, whether those with samples that succeeded leave a result.
     restart_runners: whether the runners that were at them are replaced before they take other work.
     """
 
     selector: SubmissionSelector
+    request_id: str = ""
     task_ids: tuple[str, ...] = ()
     reason: str = ""
     wait: bool = False
@@ -79,7 +82,9 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortReply(msgspec.Struct, frozen=True, kw_only=True):
-    """aborted_tasks: how many this call asked to stop; still_stopping: those whose work has not been seen to stop."""
+    """aborted_tasks: how many this call, or the first under its request_id, asked to stop; still_stopping: those whose
+    work has not been seen to stop.
+    """
 
     aborted_tasks: int
     still_stopping: tuple[str, ...]

@@ -94,12 +94,15 @@ class AgentResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     termination_reason: why the agent stopped, in its own words (`"max_turns"` and `"context_overflow"` are understood).
     answer, reward_inputs: what `eval` needs. metrics: what the run measured; see `domain.metrics` for their names.
+    payload: opaque bytes for whoever collects the task's result; those of samples that are one SubTask stand one behind
+    another there.
     """
 
     termination_reason: str = ""
     answer: str = ""
     reward_inputs: dict[str, Any] = {}
     metrics: dict[str, float] = NO_METRICS
+    payload: bytes = b""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -151,7 +154,7 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     @property
     def is_trainable(self) -> bool:
         """Whether it was played and scored to the end and has tokens."""
-        return self.is_scored and len(self.trajectory) > 0
+        return len(self.trajectory) > 0 and self.is_scored
 
     def staleness_at(self, weight_epoch: int) -> int | None:
         """How many changes of weights lie between its oldest tokens and the student's `weight_epoch` of a moment, such

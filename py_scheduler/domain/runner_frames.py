@@ -51,6 +51,11 @@ class Observe(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     text: str
 
 
+class Show(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    key: str
+    value: str
+
+
 class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     text: str
 
@@ -69,7 +74,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     sampling: SamplingParams | None
 
 
-Question = Look | LookAtContext | Observe | Encode | EncodeChat | ObserveChat | Generate
+Question = Look | LookAtContext | Observe | Show | Encode | EncodeChat | ObserveChat | Generate
 
 
 # From the child
@@ -139,6 +144,8 @@ class AgentSaid(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
     termination_reason: str
     answer: str
+    metrics: dict[str, float] = {}
+    payload: bytes = b""
 
 
 class RewardSaid(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
 
+from py_scheduler.domain.plain import safe_text
 from py_scheduler.errors import FieldViolation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from py_scheduler.domain.resources import PlacementToken
 
@@ -92,12 +93,27 @@ class RunnerState(StrEnum):
     FAILED = "failed"
 
 
+NOTHING_SHOWN: Mapping[str, str] = {}
+_MAX_SHOWN_KEYS = 16
+_MAX_SHOWN_CHARACTERS = 256
+
+
+def shown_with(shown: Mapping[str, str], key: str, value: object) -> Mapping[str, str]:
+    """What a runner shows, and this. Long values are cut. Raises ValueError."""
+    name: object = key
+    if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MAX_SHOWN_CHARACTERS):
+        raise ValueError(f"a key to show has 1 to {_MAX_SHOWN_CHARACTERS} printable characters, {key!r:.80} is none")
+    if key not in shown and len(shown) >= _MAX_SHOWN_KEYS:
+        raise ValueError(f"{key} would be one key more to show than {_MAX_SHOWN_KEYS}")
+    return {**shown, key: safe_text(str(value))[:_MAX_SHOWN_CHARACTERS]}
+
+
 class RunnerView(msgspec.Struct, frozen=True, kw_only=True):
     """One runner as it stands.
 
     submission_id, task_id, sample_no, attempt_no: what it is at; empty and -1 unless it is busy.
     begun_unix_seconds, running_seconds: of that. restarts: how often another child has taken its place.
-    message: why it is FAILED, or how the child before it ended. keys: what its workflow has set, for people to read.
+    message: why it is FAILED, or how the child before it ended. keys: what its handler shows of what it is at.
     """
 
     runner_id: str

@@ -6,19 +6,20 @@ when an update confirms it: answers arrive late and out of order.
 
 from __future__ import annotations
 
+import msgspec
+
 _REMEMBERED_VERSIONS = 64
 
 
-class WeightHistory:
-    """epoch: changes so far; 0 for the first weights that were seen. version: empty while none were."""
+class WeightHistory(msgspec.Struct):
+    """epoch: changes so far; 0 for the first weights that were seen. version: empty while none were.
 
-    __slots__ = ("_epochs", "epoch", "version")
+    noticed: of the versions that were noticed last, in that order, the epoch in which each was.
+    """
 
-    def __init__(self) -> None:
-        self.version = ""
-        self.epoch = 0
-        self._epochs: dict[str, int] = {}
-        """Of the versions that were noticed last, the epoch in which each was last noticed."""
+    version: str = ""
+    epoch: int = 0
+    noticed: dict[str, int] = {}
 
     def next_epoch(self, version: str, *, is_confirmed: bool) -> int | None:
         """The epoch that begins with these weights; None when they are no change, or have no name.
@@ -29,17 +30,17 @@ class WeightHistory:
             return None
         if is_confirmed:
             return self.epoch + 1
-        if version in self._epochs:
+        if version in self.noticed:
             return None
         return self.epoch + 1 if self.version else self.epoch
 
     def became(self, version: str, epoch: int) -> None:
         """The fact that `next_epoch` foresaw."""
         self.version, self.epoch = version, epoch
-        self._epochs.pop(version, None)
-        self._epochs[version] = epoch
-        if len(self._epochs) > _REMEMBERED_VERSIONS:
-            del self._epochs[next(iter(self._epochs))]
+        self.noticed.pop(version, None)
+        self.noticed[version] = epoch
+        if len(self.noticed) > _REMEMBERED_VERSIONS:
+            del self.noticed[next(iter(self.noticed))]
 
     def epoch_of(self, version: str) -> int:
         """The epoch of tokens that these weights generated. Weights that are forgotten count as the oldest known; what
@@ -47,5 +48,5 @@ class WeightHistory:
         """
         if not version:
             return self.epoch
-        known = self._epochs.get(version)
-        return min(self._epochs.values(), default=self.epoch) if known is None else known
+        known = self.noticed.get(version)
+        return min(self.noticed.values(), default=self.epoch) if known is None else known

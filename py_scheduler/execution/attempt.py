@@ -13,10 +13,11 @@ import msgspec
 
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, Timings
+from py_scheduler.domain.runners import NOTHING_SHOWN
 from py_scheduler.domain.task import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from py_scheduler.domain.events import StopCause
@@ -72,11 +73,14 @@ class RunningAttempt:
         "kill",
         "node_ip",
         "on_stop",
+        "payload",
         "phase",
         "phase_deadline",
         "planned",
+        "ref",
         "restarts_runner",
         "sample_no",
+        "shown",
         "stop_cause",
         "stop_deadline",
         "stop_reason",
@@ -99,6 +103,7 @@ class RunningAttempt:
         self._arm = arm
         self._clock_stopped_at: float | None = None
         self.planned = planned
+        self.ref = planned.ref
         self.evaluator = evaluator
         self.token = token
         self.node_ip = token.node_ip if token is not None else ""
@@ -118,15 +123,15 @@ class RunningAttempt:
         """For what is at work beside the handler and would not be cancelled with it."""
         self.kill: Callable[[], None] | None = None
         """Ends by force what runs it, when it can be: the way out when a stop is ignored."""
+        self.payload = b""
+        """Of its samples that were played to their end."""
+        self.shown: Mapping[str, str] = NOTHING_SHOWN
+        """What its handler lets people see of it."""
         self.workdirs: list[Path] = []
         """What its episodes have made of their own, to be removed after the attempt."""
         self.is_over = False
         self.is_stranded = False
         """Given up: its task has ended without it, its room comes back only when the handler does."""
-
-    @property
-    def ref(self) -> AttemptRef:
-        return self.planned.ref
 
     def begin_phase(self, phase: str, timeout_seconds: float | None) -> None:
         self.phase = phase

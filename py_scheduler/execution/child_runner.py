@@ -27,14 +27,10 @@ from py_scheduler.execution.runner import SeatGoneError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.ports import Clock
+    from py_scheduler.domain.ports import Clock, TimerHandle
     from py_scheduler.domain.resources import PlacementToken
-    from py_scheduler.domain.results import Reward, SampleDone
     from py_scheduler.domain.runners import ChildHost, HandlerPlan, RunnerKey, RunnerSettings, RunnerView
-    from py_scheduler.domain.task import Task
     from py_scheduler.execution.child_session import Variables
-    from py_scheduler.execution.workers import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +89,7 @@ class ChildRunner:
         self._starting = asyncio.Semaphore(settings.prepare_concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sessions: set[ChildSession] = set()
+        self._leaving: dict[ChildSession, TimerHandle] = {}
         self._is_watching_memory = False
         self._is_open = False
         self._is_closed = False
@@ -113,15 +110,6 @@ class ChildRunner:
 
     async def take_seat(self, token: PlacementToken | None) -> ChildSeat:
         return await self._take(ANYWHERE if token is None else self._host.key_of(token))
-
-    async def play_group(
-        self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
-    ) -> tuple[tuple[Reward, ...], str]:
-        seat = await self._take(ANYWHERE)
-        try:
-            return await seat.play_group(worker, task_id, task, samples, spec)
-        finally:
-            seat.leave()
 
     def views(self) -> list[RunnerView]:
         now = self._clock.monotonic()
@@ -164,21 +152,23 @@ class ChildRunner:
                 raise
             if is_alive:
                 return ChildSeat(self.leave, resident, session)
-            self.leave(resident, is_suspect=True)
+            self.leave(resident, suspicion="it did not say that it was alive")
 
-    def leave(self, resident: Resident, *, is_suspect: bool = False) -> None:
+    def leave(self, resident: Resident, *, suspicion: str = "") -> None:
         """Gives a resident back, and replaces its child if that is not what it should be."""
         session = resident.session
         assert session is not None
         if not session.is_alive:
             resident.message = f"the runner before this one ended: {session.how_it_ended or 'its connection broke'}"
-        elif is_suspect:
+        elif suspicion:
             session.kill("it is replaced")
-            resident.message = "the runner before this one was replaced when its work was stopped"
+            resident.message = f"the runner before this one was replaced: {suspicion}"
         elif self._is_too_large(session):
             # It has nothing to do any more; one that does not leave by itself is made to.
             session.retire()
-            self._clock.call_at(self._clock.monotonic() + _END_SECONDS, lambda: session.kill("it did not leave"))
+            self._leaving[session] = self._clock.call_at(
+                self._clock.monotonic() + _END_SECONDS, lambda: session.kill("it did not leave")
+            )
             resident.message = (
                 f"the runner before this one was replaced: it held {session.resident_mib:.0f} MiB, max_resident_mib is "
                 f"{self._settings.max_resident_mib:g}"
@@ -323,6 +313,10 @@ class ChildRunner:
                     raise
         except TimeoutError:
             raise RunnerStartError(f"not ready within start_seconds ({settings.start_seconds:g})") from None
+        except (RunnerStartError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # whatever a host meets, the place is tried again
+            raise RunnerStartError(f"{type(error).__name__}: {error}") from error
         return session
 
     def _failed(self, resident: Resident) -> None:
@@ -344,6 +338,8 @@ class ChildRunner:
     def _ended(self, resident: Resident, session: ChildSession) -> None:
         """A child is no more. Who plays with it hears so by himself; one that idled leaves its place to others."""
         self._sessions.discard(session)
+        if (timer := self._leaving.pop(session, None)) is not None:
+            timer.cancel()
         if resident.session is session and resident.state is RunnerState.IDLE and not self._is_closed:
             logger.warning("runner %s ended while it was idle: %s", resident.runner_id, session.how_it_ended)
             self._idle[resident.key].remove(resident)

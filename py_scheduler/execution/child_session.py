@@ -48,6 +48,7 @@ from py_scheduler.domain.runner_frames import (
     Returned,
     RewardSaid,
     ServerFrame,
+    Show,
     TokenSaid,
     Unfit,
     Withdraw,
@@ -148,7 +149,9 @@ class ChildSession(BaseAgent):
             )
         )
         said = msgspec.msgpack.decode(answer, type=AgentSaid)
-        return AgentResult(termination_reason=said.termination_reason, answer=said.answer)
+        return AgentResult(
+            termination_reason=said.termination_reason, answer=said.answer, metrics=said.metrics, payload=said.payload
+        )
 
     async def eval(self, episode: Episode, result: AgentResult) -> Reward:  # noqa: ARG002 -- the child has the result
         answer = await self._play(PlayEval())
@@ -258,9 +261,11 @@ class ChildSession(BaseAgent):
 
     def _asked(self, ask: Ask) -> None:
         episode, question = self._episode, ask.question
-        if episode is None:
+        if ask.call_no in self._answering:
+            self.child.kill(f"it said what no runner says: call {ask.call_no} twice")
+        elif episode is None:
             self._refuse(ask.call_no, FailedPreconditionError(_NO_EPISODE))
-        elif isinstance(question, Look | LookAtContext | Observe):
+        elif isinstance(question, Look | LookAtContext | Observe | Show):
             try:
                 self._answer(ask.call_no, _known_at_once(episode, question))
             except Exception as error:  # noqa: BLE001 -- it is the child's, who gets it
@@ -300,9 +305,12 @@ def _cancel_once(task: asyncio.Task[None]) -> None:
         task.cancel()
 
 
-def _known_at_once(episode: Episode, question: Look | LookAtContext | Observe) -> object:
+def _known_at_once(episode: Episode, question: Look | LookAtContext | Observe | Show) -> object:
     if isinstance(question, Observe):
         episode.observe(question.token_ids, question.text)
+        return None
+    if isinstance(question, Show):
+        episode.show(question.key, question.value)
         return None
     if isinstance(question, LookAtContext):
         return list(episode.token_ids[question.start :])

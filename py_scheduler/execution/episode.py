@@ -23,6 +23,7 @@ from py_scheduler.domain.generation import (
     SamplingParams,
     StoppingCriteria,
 )
+from py_scheduler.domain.runners import shown_with
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, TrajectoryBuilder
 from py_scheduler.errors import (
     ContextOverflowError,
@@ -210,6 +211,9 @@ class HandlerEpisode:
             self._api = self._services.api_front.admit(self)
             self._attempt.on_stop = self._api.end
         return self._api
+
+    def show(self, key: str, value: object) -> None:
+        self._attempt.shown = shown_with(self._attempt.shown, key, value)
 
     def choose_role(self) -> str:
         """See `domain.evaluator.Episode.choose_role`."""

@@ -13,7 +13,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt
@@ -38,8 +37,6 @@ class AttemptBoard(Protocol):
         """None when the attempt is no longer to be run."""
         ...
 
-    def phase_begins(self, running: RunningAttempt, phase: str, timeout_seconds: float | None) -> None: ...
-
     def end(self, running: RunningAttempt, report: AttemptReport) -> None: ...
 
     def slot_is_free(self, evaluator: Evaluator, token: PlacementToken | None, worker: Worker) -> None:
@@ -50,7 +47,7 @@ class AttemptBoard(Protocol):
 class Evaluator:
     """The samples of one batch that have not been started, and how many slots are at them.
 
-    admitted_at: monotonic seconds.
+    admitted_at: monotonic seconds. pending: what is next is the last.
     """
 
     __slots__ = (
@@ -77,7 +74,7 @@ class Evaluator:
         self.spec = spec
         self.namespace = attempts[0].namespace
         self.admitted_at = admitted_at
-        self.pending = deque(attempts)
+        self.pending = list(reversed(attempts))
         self.active_slots = 0
         self.services = services
         self.board = board
@@ -90,22 +87,21 @@ class Evaluator:
         seat = self.runner.standing_seat
         try:
             while pending and not worker.is_abandoned:
-                if worker.turn_is_over():
-                    await worker.give_way()
-                    continue
                 if seat is None or not seat.is_usable:
                     if seat is not None:
                         seat.leave()
                         seat = None
                     seat = await self._seek_seat(token)
                     continue
-                running = board.begin(pending.popleft(), self, token, worker)
+                running = board.begin(pending.pop(), self, token, worker)
                 if self._seeking and not pending:
                     self._end_seeking()
                 if running is not None:
                     board.end(running, await seat.play(running))
                     if running.workdirs:
                         await self.services.workdirs.remove(running.workdirs)
+                if pending and worker.turn_is_over():
+                    await worker.give_way()
         except SeatGoneError:
             seat = None  # What is left is placed anew, where there are runners.
         finally:

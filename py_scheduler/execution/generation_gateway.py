@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from py_scheduler.domain.generation import FinishReason, Generation, GenerationState, PauseMode, WeightUpdate
-from py_scheduler.domain.ports import DerivedEngine, GenerationControl
+from py_scheduler.domain.ports import DerivedEngine, GenerationControl, ProbedEngine
 from py_scheduler.errors import (
     EngineRejectedError,
     EngineUnavailableError,
@@ -74,6 +74,12 @@ class GenerationGateway:
 
     def __contains__(self, role: str) -> bool:
         return role in self._roles
+
+    @property
+    def any_is_up(self) -> bool:
+        """Whether there is an engine that is not known to be gone."""
+        engines = {id(role.weights): role.weights.engine for role in self._roles.values()}.values()
+        return any(not isinstance(engine, ProbedEngine) or engine.is_up for engine in engines)
 
     def engine(self, role: str) -> GenerationEngine:
         """For what needs no turn: encoding, and what the model is. Raises FailedPreconditionError."""

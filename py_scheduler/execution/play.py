@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from py_scheduler.domain.task import Task
     from py_scheduler.execution.attempt import RunningAttempt
     from py_scheduler.execution.episode import HandlerEpisode
-    from py_scheduler.execution.evaluator import AttemptBoard
     from py_scheduler.execution.workers import Worker
 
 logger = logging.getLogger(__name__)
@@ -42,10 +41,16 @@ logger = logging.getLogger(__name__)
 _MAX_DETAILS_BYTES = 1 << 20
 _MAX_GROUP_DETAILS_BYTES = 16 << 20
 """Of all rewards of a group: they travel in one event, which has to fit a message."""
+_MAX_PAYLOAD_BYTES = 16 << 20
+"""Of all samples of a SubTask: it travels in one event, which has to fit a message."""
 _MAX_LOGGED = 1_000
 _logged: set[tuple[str, str, str]] = set()
 """Evaluator, phase and description of the failures that the log has a traceback of."""
 
+# Members by name: Python 3.11 looks them up through the metaclass, five times slower, and these are on the way of
+# every sample.
+_SUCCEEDED: Final = AttemptState.SUCCEEDED
+_INFRA_OTHER: Final = Outcome.INFRA_OTHER
 _Returned = TypeVar("_Returned", AgentResult, Reward)
 
 
@@ -59,7 +64,7 @@ class _Play:
         self.eval_at: float | None = None
         self.result: AgentResult | None = None
         self.reward = NO_REWARD
-        self.outcome = Outcome.INFRA_OTHER
+        self.outcome = _INFRA_OTHER
 
 
 async def play_sample(
@@ -67,15 +72,14 @@ async def play_sample(
     episode: HandlerEpisode,
     handler: BaseAgent,
     spec: EvaluatorSpec,
-    board: AttemptBoard,
     clock: Clock,
 ) -> tuple[AttemptState, SampleDone]:
     """Never raises for what the handler does; lets only the end of the worker itself pass."""
     play = _Play(clock.monotonic())
     error = ""
     try:
-        await _run_then_eval(play, running, episode, handler, spec, board, clock)
-        state = AttemptState.SUCCEEDED
+        await _run_then_eval(play, running, episode, handler, spec, clock)
+        state = _SUCCEEDED
     except asyncio.CancelledError as cancelled:
         if running.worker.is_closing:
             raise
@@ -85,7 +89,7 @@ async def play_sample(
         raise
     except RunnerLostError as lost:
         # The machinery failed, whatever its last request had met.
-        error, state = str(lost), AttemptState.LOST
+        error, state = safe_text(str(lost)), AttemptState.LOST
     except BaseException as raised:  # noqa: BLE001 -- no handler ends the service, by SystemExit or otherwise
         # What a client's library makes of a failed generation, or a child process that ended over it, tells less.
         play.outcome = classify_abort(episode.client_failure or raised)
@@ -95,7 +99,8 @@ async def play_sample(
     episode.close()
     while not episode.is_quiet:
         await _wait_quiet(episode, running.worker)
-    await absorb_cancellation(running.worker)
+    if running.worker.task.cancelling():
+        await absorb_cancellation(running.worker)
     if running.stop_cause is not None:
         state, play.outcome, error = running.stop_cause.attempt_state, running.stop_cause.outcome, running.stop_reason
         play.reward = NO_REWARD
@@ -108,16 +113,19 @@ async def _run_then_eval(
     episode: HandlerEpisode,
     handler: BaseAgent,
     spec: EvaluatorSpec,
-    board: AttemptBoard,
     clock: Clock,
 ) -> None:
-    board.phase_begins(running, "run", spec.run_timeout_seconds)
+    running.begin_phase("run", spec.run_timeout_seconds)
     result = play.result = checked_result(await handler.run(episode), handler)
     if running.stop_cause is not None:
         return
     play.eval_at = clock.monotonic()
-    board.phase_begins(running, "eval", spec.eval_timeout_seconds)
+    running.begin_phase("eval", spec.eval_timeout_seconds)
     reward = play.reward = checked_reward(await handler.eval(episode, result), handler, "eval")
+    if result.payload:
+        if len(running.payload) + len(result.payload) > _MAX_PAYLOAD_BYTES:
+            raise ValueError(f"{type(handler).__name__} gave over {_MAX_PAYLOAD_BYTES} bytes of payload in a SubTask")
+        running.payload += result.payload
     play.outcome = classify_termination(reward.score, result.termination_reason, spec.solve_threshold)
 
 
@@ -169,8 +177,12 @@ def _log_failure(who: str, phase: str, spec: EvaluatorSpec, error: str, raised: 
 
 
 def checked_result(value: object, handler: BaseAgent) -> AgentResult:
-    """What `run` returned, if it is an AgentResult in every field. Raises TypeError."""
-    return _checked(value, AgentResult, handler, "run")
+    """What `run` returned, if it is an AgentResult in every field, with names that can be stored. Raises TypeError."""
+    result = _checked(value, AgentResult, handler, "run")
+    if all(type(name) is str and name.isascii() for name in result.metrics):
+        return result
+    metrics = {safe_text(name): number for name, number in result.metrics.items()}
+    return msgspec.structs.replace(result, metrics=metrics)
 
 
 def checked_reward(value: object, handler: BaseAgent, method: str) -> Reward:
@@ -179,16 +191,23 @@ def checked_reward(value: object, handler: BaseAgent, method: str) -> Reward:
     Raises TypeError, ValueError.
     """
     name = type(handler).__name__
+    if type(value) is Reward and type(value.score) is float and type(value.details) is dict and not value.details:
+        reward = Reward(score=value.score)  # Most are like that; what is below comes to the same.
+    else:
+        reward = _checked_with_details(value, handler, method)
+    if not math.isfinite(reward.score):
+        raise ValueError(f"{name}.{method} gave the score {reward.score}")
+    return reward
+
+
+def _checked_with_details(value: object, handler: BaseAgent, method: str) -> Reward:
     if isinstance(value, Reward):
         details: Any = value.details
         if isinstance(details, dict) and details:
             # A copy, so that neither a later change nor an odd object reaches what lies behind.
-            details = _plain_details(details, f"{name}.{method}")
+            details = _plain_details(details, f"{type(handler).__name__}.{method}")
         value = Reward(score=cast("float", plain_number(value.score)), details=details)
-    reward = _checked(value, Reward, handler, method)
-    if not math.isfinite(reward.score):
-        raise ValueError(f"{name}.{method} gave the score {reward.score}")
-    return reward
+    return _checked(value, Reward, handler, method)
 
 
 def _plain_details(details: dict[str, Any], method: str) -> dict[str, Any]:

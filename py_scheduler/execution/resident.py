@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Leave(Protocol):
-    """Gives a resident back. is_suspect: its child is to be replaced."""
+    """Gives a resident back. suspicion: why its child is to be replaced; empty: it is not."""
 
-    def __call__(self, resident: Resident, *, is_suspect: bool) -> None: ...
+    def __call__(self, resident: Resident, *, suspicion: str) -> None: ...
 
 
 class Resident:
@@ -65,6 +65,7 @@ class Resident:
             attempt_no=running.ref.attempt_no,
             begun_unix_seconds=running.began_unix_seconds,
             running_seconds=now - running.began_at,
+            keys=dict(running.shown),
         )
 
 
@@ -75,7 +76,7 @@ class ChildSeat:
         self._leave = leave
         self._resident = resident
         self._session = session
-        self._is_suspect = False
+        self._suspicion = ""
         self.is_usable = True
 
     async def play(self, running: RunningAttempt) -> AttemptReport:
@@ -88,7 +89,7 @@ class ChildSeat:
         finally:
             session.worker = resident.running = None
             session.forget_episode()
-            self._is_suspect = running.restarts_runner
+            self._suspicion = "its work was stopped" if running.restarts_runner else ""
 
     async def play_group(
         self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
@@ -101,4 +102,4 @@ class ChildSeat:
             self._session.worker = worker.kill = None
 
     def leave(self) -> None:
-        self._leave(self._resident, is_suspect=self._is_suspect)
+        self._leave(self._resident, suspicion=self._suspicion)

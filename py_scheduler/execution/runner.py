@@ -23,7 +23,7 @@ How an attempt reaches a runner, and what whoever writes one has to know:
 - Set `running.kill` at the beginning of `play` when the work can be ended by force: it is called, once, when
   `stop_grace_seconds` after a stop have passed, and `play` must return soon after. Without it (or when even that does
   not help) the attempt ends without its worker and its token is stranded until `play` returns.
-- Phase timeouts are the board's: `running.evaluator.board.phase_begins(running, "run", seconds)` arms one.
+- Phase timeouts are the attempt's: `running.begin_phase("run", seconds)` arms one.
 - `take_seat` may raise SeatGoneError when the token's place is gone for good: the slot ends, what is left of the batch
   is placed anew.
 
@@ -35,7 +35,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from py_scheduler.domain.results import AttemptState, Outcome
 from py_scheduler.domain.task import Sample
@@ -61,6 +61,11 @@ class SeatGoneError(Exception):
     """The place that a token names has no runners any more."""
 
 
+# Members by name: Python 3.11 looks them up through the metaclass, five times slower, and these are on the way of
+# every sample.
+_SUCCEEDED: Final = AttemptState.SUCCEEDED
+
+
 class Seat(Protocol):
     """One runner, taken by one slot."""
 
@@ -70,6 +75,12 @@ class Seat(Protocol):
         ...
 
     async def play(self, running: RunningAttempt) -> AttemptReport: ...
+
+    async def play_group(
+        self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
+    ) -> tuple[tuple[Reward, ...], str]:
+        """As `execution.play.play_group`."""
+        ...
 
     def leave(self) -> None: ...
 
@@ -90,12 +101,6 @@ class Runner(Protocol):
 
     async def take_seat(self, token: PlacementToken | None) -> Seat:
         """Waits for a runner that is alive, where the token says. Raises SeatGoneError."""
-        ...
-
-    async def play_group(
-        self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
-    ) -> tuple[tuple[Reward, ...], str]:
-        """As `execution.play.play_group`."""
         ...
 
     def views(self) -> list[RunnerView]: ...
@@ -160,21 +165,21 @@ async def play_samples(running: RunningAttempt, handler: BaseAgent) -> AttemptRe
     runner, ends it always.
     """
     planned, evaluator = running.planned, running.evaluator
-    services, spec, board = evaluator.services, evaluator.spec, evaluator.board
+    services, spec = evaluator.services, evaluator.spec
     samples: list[SampleDone] = []
-    report_state, message = AttemptState.SUCCEEDED, ""
+    report_state, message = _SUCCEEDED, ""
     for sample_no in range(planned.first_sample_no, planned.first_sample_no + planned.sample_count):
         running.sample_no = sample_no
         sample = Sample(task_id=planned.ref.task_id, sample_no=sample_no, task=planned.task)
         episode = HandlerEpisode(services, spec, sample, running)
-        state, done = await play_sample(running, episode, handler, spec, board, services.clock)
+        state, done = await play_sample(running, episode, handler, spec, services.clock)
         samples.append(done)
-        if state is not AttemptState.SUCCEEDED:
+        if state is not _SUCCEEDED:
             report_state, message = state, message or running.stop_reason or done.error
             is_over = running.stop_cause is not None or state is AttemptState.LOST
             if is_over or not planned.task.config.keeps_partial:
                 break
-    return AttemptReport(report_state, tuple(samples), message)
+    return AttemptReport(report_state, tuple(samples), message, running.payload)
 
 
 def stopped_report(running: RunningAttempt) -> AttemptReport:

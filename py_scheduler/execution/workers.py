@@ -2,8 +2,9 @@
 
 Invariants
   1. At most `max_workers` live workers; one that was abandoned no longer counts.
-  2. While slots wait and a worker is idle or may be made, one worker is on its way. Each wakes the next before it
-     starts to play, so a burst of samples that never wait for anything is played by one worker without a switch.
+  2. While slots wait and a worker is idle or may be made, one worker is on its way, and never two. Whoever takes a
+     slot wakes the next before it starts to play, so a burst of samples that never wait for anything is played by one
+     worker without a switch.
   3. A worker gives the event loop its turn at least every few milliseconds of uninterrupted work.
 """
 
@@ -38,7 +39,7 @@ Slot = tuple[Work, "PlacementToken | None"]
 
 
 class Worker:
-    """Takes slots and drains them. `running` is what it is at.
+    """Takes slots and drains them. `running` is the attempt that it is at, if its work is one.
 
     is_abandoned: its handler ignored a stop; should it ever come back it takes no more work. is_closing: the pool is
     closing.
@@ -46,8 +47,9 @@ class Worker:
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self._turn_began = 0.0
+        self._turn_began = time.monotonic()
         self.running: RunningAttempt | None = None
+        self.is_at_work = False
         self.is_abandoned = False
         self.is_closing = False
         self.kill: Callable[[], None] | None = None
@@ -64,8 +66,14 @@ class Worker:
         self._turn_began = time.monotonic()
 
     async def _work(self) -> None:
+        self._pool.worker_is_here()
         while not self.is_abandoned:
+            if self.turn_is_over():
+                # Not between a slot and its attempt: what is admitted first begins first.
+                await self.give_way()
+            self.is_at_work = False
             work, token = await self._pool.next_slot()
+            self.is_at_work = True
             await work.drain(token, self)
 
 
@@ -89,14 +97,17 @@ class WorkerPool:
         self._slots.append((work, token))
         self._wake_one()
 
+    def worker_is_here(self) -> None:
+        """For workers: the one that was woken, or made, has come."""
+        self._is_waking = False
+
     async def next_slot(self) -> Slot:
         """For workers: the next slot, waiting for one if need be."""
         while not self._slots:
             woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle.append(woken)
-            self._is_waking = False
             await woken
-        self._is_waking = False
+            self.worker_is_here()
         slot = self._slots.popleft()
         if self._slots:
             self._wake_one()
@@ -142,13 +153,12 @@ class WorkerPool:
     def _ended(self, worker: Worker, task: asyncio.Task[None]) -> None:
         self._workers.discard(worker)
         self._abandoned.discard(worker)
+        self._is_waking = False  # If it was on its way, it does not come any more.
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         # One that was at nothing is cancelled only with everything else, at the end of its loop.
-        if worker.is_closing or (task.cancelled() and worker.running is None):
-            return
-        if error is not None:
+        was_at_work = worker.is_at_work or not task.cancelled()
+        if error is not None and was_at_work and not worker.is_closing:
             logger.error("a worker crashed", exc_info=error)
             self._on_crash(worker, error)
         if self._slots:
-            self._is_waking = False
             self._wake_one()

@@ -98,10 +98,12 @@ class Acknowledgements:
 
     def forget_before(self, oldest_sequence: int) -> None:
         """The journal has dropped everything before."""
-        if len(self._readers) < self._sweep_at:
+        if max(len(self._readers), len(self._oldest)) < self._sweep_at:
             return
         for submission_id, reader in list(self._readers.items()):
             self._cut(submission_id, reader, oldest_sequence - 1)
+        self._oldest = [(reader.spans[0].first_sequence, name) for name, reader in self._readers.items()]
+        heapq.heapify(self._oldest)
         self._sweep_at = max(_WORTH_A_SWEEP, 2 * len(self._readers))
 
     def bytes_in(self, namespace: str, oldest_sequence: int) -> int:

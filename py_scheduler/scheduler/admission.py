@@ -97,7 +97,9 @@ class Admission:
     def enqueue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         """Adds one batch: attempts of one submission and one spec."""
         now = self._clock.monotonic()
-        if self._gate is None or not self._gate.holds(spec, attempts, now):
+        if self._gate is not None:
+            attempts = self._gate.hold(spec, attempts, now)
+        if attempts:
             self._queue.push(spec, attempts, now)
         self._wake.set()
 
@@ -149,6 +151,11 @@ class Admission:
     def quotas_changed(self) -> None:
         """What a quota kept from being admitted may go on."""
         self._wake.set()
+
+    def nodes_changed(self) -> None:
+        """Nodes of the pool came or went."""
+        self._shares.supply_is(supply_of(self._pool, self._max_slots), self._clock.monotonic())
+        self.room_returned()
 
     def room_returned(self) -> None:
         """Something was given back to the pool."""
@@ -215,9 +222,9 @@ class Admission:
         return True
 
     def _admit(self, entry: ReadyEntry, now: float) -> bool:
-        if isinstance(entry, ReadyClaim):
+        if not isinstance(entry, ReadyBatch):
+            assert isinstance(entry, ReadyClaim)
             return self._grant(entry, now)
-        assert isinstance(entry, ReadyBatch)
         tokens = self._tokens_for(entry)
         if tokens is None:
             return False
@@ -246,9 +253,8 @@ class Admission:
 
     def _tokens_at_once(self, entry: ReadyEntry) -> int:
         """What an entry takes when it is admitted: a batch no more than its budget, and any limit, lets run at once."""
-        if isinstance(entry, ReadyClaim):
-            return entry.tokens
-        assert isinstance(entry, ReadyBatch)
+        if not isinstance(entry, ReadyBatch):
+            return entry.cost
         count = len(entry.attempts)
         if count == 1:  # Most batches; whatever the limits are, they let one run.
             return 1
@@ -291,10 +297,10 @@ class Admission:
         return _may_want_the_same(self._sample_of(entry), self._sample_of(head))
 
     def _sample_of(self, entry: ReadyEntry) -> Resource:
-        if isinstance(entry, ReadyClaim):
-            return entry.per_sample
-        assert isinstance(entry, ReadyBatch)
-        return self._demand_of(entry.spec)
+        if isinstance(entry, ReadyBatch):
+            return self._demand_of(entry.spec)
+        assert isinstance(entry, ReadyClaim)
+        return entry.per_sample
 
     def _lacks_slots(self, entry: ReadyEntry) -> bool:
         return isinstance(entry, ReadyBatch) and self._slots_are_short(self._tokens_at_once(entry))

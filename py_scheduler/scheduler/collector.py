@@ -114,14 +114,14 @@ class Collector:
         if self._recorder.record(command, namespace):
             await self._event_log.wait_committed(self._ledger.last_sequence)
 
-    async def discard(self, submission: SubmissionRecord) -> None:
+    async def discard(self, submission: SubmissionRecord, request_id: str = "", request_digest: bytes = b"") -> None:
         """Forgets what a submission keeps. Its open tasks go on."""
-        if self.forget(submission):
+        if self.forget(submission, request_id, request_digest):
             await self._event_log.wait_committed(self._ledger.last_sequence)
 
-    def forget(self, submission: SubmissionRecord) -> bool:
+    def forget(self, submission: SubmissionRecord, request_id: str = "", request_digest: bytes = b"") -> bool:
         """`discard` without a wait for the journal; whether there was anything."""
-        command = DiscardResults(submission.submission_id, self._clock.unix_time())
+        command = DiscardResults(submission.submission_id, self._clock.unix_time(), request_id, request_digest)
         return bool(self._recorder.record(command, submission.key.namespace))
 
     # Inside

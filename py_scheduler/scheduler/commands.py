@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from py_scheduler.domain.collecting import UnfinishedTask
-from py_scheduler.domain.events import AttemptRef, StopCause
+from py_scheduler.domain.events import AttemptRef, Moment, StopCause
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import AttemptState, Reward, SampleDone
 from py_scheduler.domain.task import SubmissionKey, Task
@@ -29,6 +29,7 @@ class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
     iteration: IterationContext | None = None
     group_scored: frozenset[str] = frozenset()
     is_collected: bool = False
+    moment: Moment | None = None
 
 
 class LeaseAttempts(msgspec.Struct, frozen=True, gc=False):
@@ -104,7 +105,7 @@ class ResumeTraining(msgspec.Struct, frozen=True, gc=False):
 class StopTasks(msgspec.Struct, frozen=True, gc=False):
     """Stops the open tasks of a submission, or those that are named.
 
-    keeps_results, restarts_runners: see `AbortRequested`.
+    keeps_results, restarts_runners, request_id, request_digest: see `AbortRequested`.
     """
 
     submission_id: str
@@ -114,6 +115,8 @@ class StopTasks(msgspec.Struct, frozen=True, gc=False):
     unix_seconds: float
     keeps_results: bool = False
     restarts_runners: bool = False
+    request_id: str = ""
+    request_digest: bytes = b""
 
 
 class CollectResults(msgspec.Struct, frozen=True, gc=False):
@@ -144,6 +147,8 @@ class DiscardResults(msgspec.Struct, frozen=True, gc=False):
 
     submission_id: str
     unix_seconds: float
+    request_id: str = ""
+    request_digest: bytes = b""
 
 
 Command = (

@@ -13,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.domain.evaluator import STUDENT
-from py_scheduler.domain.events import AbortRequested, StopCause, TasksAccepted
+from py_scheduler.domain.events import AbortRequested, Moment, StopCause, TasksAccepted
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.domain.limits import MAX_WAITING_SHOWN
+from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
@@ -49,7 +50,7 @@ from py_scheduler.scheduler.commands import AcceptTasks, ResumeTraining, StopTas
 from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.event_log import EventLog
-from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attempts
+from py_scheduler.scheduler.intake import Intake, abort_digest, discard_digest, request_digest, waiting_attempts
 from py_scheduler.scheduler.lease_desk import LeaseDesk, node_view
 from py_scheduler.scheduler.ledger import Ledger
 from py_scheduler.scheduler.quotas import Quotas
@@ -58,7 +59,7 @@ from py_scheduler.scheduler.recorder import Recorder
 from py_scheduler.scheduler.records import submission_and_number
 from py_scheduler.scheduler.restore import (
     collector_at_rest,
-    complete_groups,
+    complete,
     fold,
     interrupt_running,
     open_batches,
@@ -137,7 +138,7 @@ class Engine:
         self._settings = settings
         self._journal = journal
         self._generation_engines = generation_engines
-        self._ledger = Ledger(settings.retained_submissions)
+        self._ledger = Ledger(settings.retained_submissions, settings.staleness)
         self._event_log = EventLog(journal, settings.retained_events, settings.retained_bytes)
         self._gate = StalenessGate(self._ledger, settings.staleness) if settings.staleness else None
         self._recorder = Recorder(self._ledger, self._event_log, self._gate)
@@ -149,6 +150,7 @@ class Engine:
             clock, self.generation, default_sampling, default_stopping, self._workdirs, api_front
         )
         self._runners = runners or {}
+        self._distinct_runners = tuple(dict.fromkeys(self._runners.values()))  # One may be several evaluators'.
         self._supervisor = Supervisor(
             self._recorder,
             services,
@@ -174,12 +176,18 @@ class Engine:
             return
         self._journal_is_taken = True
         stack.push_async_callback(self._journal.close)
-        await asyncio.to_thread(self._journal.open)
+        opening = asyncio.create_task(asyncio.to_thread(self._journal.open))
+        try:
+            await asyncio.shield(opening)
+        finally:
+            while not opening.done():  # A thread takes no cancel, and `close` gives back only what it has taken.
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([opening])
 
     async def __aenter__(self) -> Self:
-        await self.open_journal(self._exit)
         try:
-            await start_runners(self._runners.values(), self._exit)
+            await self.open_journal(self._exit)
+            await start_runners(self._distinct_runners, self._exit)
             with collector_at_rest():
                 await self._restore()
         except BaseException:
@@ -205,12 +213,14 @@ class Engine:
         await self._exit.aclose()
 
     async def _restore(self) -> None:
-        folded = fold(self._journal, self._ledger, self._gate)
+        folded = fold(self._journal, self._ledger)
         self.leases.start(self._journal.first_fencing_token)
         self._event_log.start(self._ledger.last_sequence)
         self._event_log.acknowledgements.restore(self._ledger.submissions(), self._journal.oldest_sequence)
         self._checkpoints.start(folded.snapshots)
-        await complete_groups(self._journal, self._ledger, folded)
+        await complete(self._journal, self._ledger, folded)
+        if folded.limits != self._ledger.service.limits:
+            self._checkpoints.put_service()
         interrupt_running(self._recorder, self._clock)
         for submission in self._ledger.open_submissions():
             self._arm_deadlines(submission.open_tasks.values())
@@ -259,6 +269,7 @@ class Engine:
             request.iteration,
             plan.group_scored,
             request.delivery is Delivery.COLLECT,
+            Moment(self._clock.boot_id, self._clock.monotonic()),
         )
         for event in self._recorder.record(accept, key.namespace):
             if type(event) is TasksAccepted:
@@ -304,13 +315,20 @@ class Engine:
             )
 
     def _arm_deadlines(self, records: Iterable[TaskRecord]) -> None:
-        now, unix_now = self._clock.monotonic(), self._clock.unix_time()
+        now = self._clock.monotonic()
         for record in records:
             seconds = record.task.config.task_deadline_seconds
             if seconds is not None:
-                elapsed = max(0.0, unix_now - record.accepted_unix_seconds)
+                elapsed = self._seconds_since_acceptance(record, now)
                 deadline = TaskDeadline(self._ledger, record.submission.submission_id, record.task_id, seconds)
                 self._task_deadlines.add(now + seconds - elapsed, deadline)
+
+    def _seconds_since_acceptance(self, record: TaskRecord, now: float) -> float:
+        """By the wall clock only where the machine was started anew meanwhile: it may jump, the other does not."""
+        at = record.accepted_at
+        if at is not None and at.boot_id and at.boot_id == self._clock.boot_id:
+            return now - at.monotonic_seconds
+        return max(0.0, self._clock.unix_time() - record.accepted_unix_seconds)
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         self._admission.requeue(spec, attempts)
@@ -331,8 +349,10 @@ class Engine:
         return self._ledger.weights_of((STUDENT,)).epoch
 
     def nodes_have_changed(self) -> None:
-        """To be told after nodes of the pool were added or resumed: what waits may fit now."""
-        self._admission.room_returned()
+        """To be told after nodes of the pool were added, resumed or removed: what waits may fit now, and what is held
+        is another share of all room.
+        """
+        self._admission.nodes_changed()
 
     def limit_namespaces(self, quotas: Mapping[str, Quota]) -> None:
         """Quotas beside those of the settings, in place of what was said so before; "*": of every namespace."""
@@ -342,28 +362,43 @@ class Engine:
     # Stops
 
     async def abort(self, request: AbortRequest) -> AbortReply:
-        """Stops a submission or some of its tasks. Raises NotFoundError, also for a task that it never had."""
-        submission = self._find(request.selector)
-        for task_id in request.task_ids:
-            if not submission.has_had(task_id):
-                raise NotFoundError(f"submission {submission.submission_id!r} has no task {task_id!r}")
-        asked = self._stop_tasks(
-            submission,
-            request.task_ids,
-            StopCause.REQUEST,
-            request.reason or "aborted on request",
-            keeps_results=request.keep_partial,
-            restarts_runners=request.restart_runners,
-        )
+        """Stops a submission or some of its tasks.
+
+        Raises NotFoundError, also for a task that it never had; AlreadyExistsError when the request_id is another
+        call's.
+        """
+        digest = abort_digest(request) if request.request_id else b""
+        done = self._ledger.repeated(request.selector.namespace, request.request_id, digest)
+        if done is None:
+            submission = self._find(request.selector)
+            for task_id in request.task_ids:
+                if not submission.has_had(task_id):
+                    raise NotFoundError(f"submission {submission.submission_id!r} has no task {task_id!r}")
+            stopped = len(
+                self._stop_tasks(
+                    submission,
+                    request.task_ids,
+                    StopCause.REQUEST,
+                    request.reason or "aborted on request",
+                    keeps_results=request.keep_partial,
+                    restarts_runners=request.restart_runners,
+                    request_id=request.request_id,
+                    request_digest=digest,
+                )
+            )
+            submission_id, before_no = submission.submission_id, submission.next_task_no
+        else:
+            submission_id, before_no, stopped = done.submission_id, done.task_count, done.stopped_tasks
         await self._event_log.wait_committed(self._ledger.last_sequence)
-        concerned = Concerned(submission.submission_id, frozenset(request.task_ids))
+        # What is submitted from now on is not waited for.
+        concerned = Concerned(submission_id, frozenset(request.task_ids), before_no)
         if request.wait:
             try:
                 async with asyncio.timeout(request.timeout_seconds):
                     await self._supervisor.wait_stopped(concerned)
             except TimeoutError:
                 pass  # No failure: the answer says what is still stopping.
-        return AbortReply(aborted_tasks=len(asked), still_stopping=self._supervisor.unconfirmed(concerned))
+        return AbortReply(aborted_tasks=stopped, still_stopping=self._supervisor.unconfirmed(concerned))
 
     def _on_task_deadline(self, deadline: TaskDeadline, _when: float) -> None:
         submission = self._ledger.submission(deadline.submission_id)
@@ -380,8 +415,11 @@ class Engine:
         *,
         keeps_results: bool = False,
         restarts_runners: bool = False,
+        request_id: str = "",
+        request_digest: bytes = b"",
     ) -> tuple[str, ...]:
         """What waits ends now, what runs is told to stop; the ids of the tasks that this changed."""
+        reason = safe_text(reason)
         command = StopTasks(
             submission.submission_id,
             task_ids,
@@ -390,6 +428,8 @@ class Engine:
             self._clock.unix_time(),
             keeps_results,
             restarts_runners,
+            request_id,
+            request_digest,
         )
         asked: tuple[str, ...] = ()
         for event in self._recorder.record(command, submission.key.namespace):
@@ -437,9 +477,16 @@ class Engine:
         """What was handed out under this id is kept no longer. An id that is not known (any more) is no error."""
         await self._collector.acknowledge(namespace, request_id)
 
-    async def discard_submission(self, selector: SubmissionSelector) -> None:
-        """Forgets the results that a submission keeps, and how many it had. Raises NotFoundError."""
-        await self._collector.discard(self._find(selector))
+    async def discard_submission(self, selector: SubmissionSelector, request_id: str = "") -> None:
+        """Forgets the results that a submission keeps, and how many it had; under one request_id once.
+
+        Raises NotFoundError, AlreadyExistsError when the request_id is another call's.
+        """
+        digest = discard_digest(selector) if request_id else b""
+        if self._ledger.repeated(selector.namespace, request_id, digest) is None:
+            await self._collector.discard(self._find(selector), request_id, digest)
+        else:
+            await self._event_log.wait_committed(self._ledger.last_sequence)
 
     def forget_results(self, selector: SubmissionSelector) -> None:
         """`discard_submission` within this turn of the loop; the journal hears of it a little later."""
@@ -447,7 +494,7 @@ class Engine:
 
     def runner_views(self) -> list[RunnerView]:
         """Each runner outside this loop, as it stands; what is at work bears its `workflow_id`: batch/task/run."""
-        return [self._with_workflow_id(view) for runner in self._runners.values() for view in runner.views()]
+        return [self._with_workflow_id(view) for runner in self._distinct_runners for view in runner.views()]
 
     def _with_workflow_id(self, view: RunnerView) -> RunnerView:
         submission = self._ledger.submission(view.submission_id)
@@ -505,6 +552,21 @@ class Engine:
     def takes_tasks(self) -> bool:
         """Whether it is running and was not told to drain."""
         return self.is_running and not self._admission.is_stopped
+
+    @property
+    def can_record(self) -> bool:
+        """Whether the journal works, be its disk full just now. Without it nothing is taken in or given out."""
+        return not self._event_log.is_broken
+
+    @property
+    def can_lease(self) -> bool:
+        """Whether there is a pool, with a node that takes anything."""
+        return self._pool is not None and any(node.phase == "active" for node in self._pool.nodes())
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether a generation engine is up."""
+        return self.generation.any_is_up
 
     @property
     def stop_grace_seconds(self) -> float:

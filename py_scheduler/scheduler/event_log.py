@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from py_scheduler.domain.events import (
     EVERY_NAMESPACE,
     AbortRequested,
@@ -26,11 +28,11 @@ from py_scheduler.domain.events import (
     WeightsChanged,
 )
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
-from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, ResourceExhaustedError
+from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, JournalError, ResourceExhaustedError
 from py_scheduler.scheduler.acknowledgements import Acknowledgements
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from py_scheduler.domain.ports import Journal
 
@@ -55,6 +57,14 @@ _FRAME_SCAN = 8_192
 """Events looked at for one frame: a filter that drops nearly all still lets the loop breathe and the cursor advance."""
 _IDLE_FRAME_SECONDS = 5.0
 _RETRY_AFTER_SECONDS = 1.0
+
+
+class _Wanted(msgspec.Struct, frozen=True):
+    """A filter as it is applied to records. submission_id: empty for all."""
+
+    types: frozenset[type]
+    namespaces: tuple[str, ...]
+    submission_id: str
 
 
 class EventLog:
@@ -99,6 +109,8 @@ class EventLog:
         self._flush_is_due = False
         if self._outbox:
             records, self._outbox = self._outbox, []
+            # Also when nobody ever acknowledges anything.
+            self.acknowledgements.forget_before(self._journal.oldest_sequence)
             self.acknowledgements.count(records)
             self._uncommitted.extend(records)
             self._journal.append(records)
@@ -111,11 +123,18 @@ class EventLog:
             await self._news.wait()
 
     def check_writable(self) -> None:
-        """Raises ResourceExhaustedError while the journal cannot write."""
+        """Raises ResourceExhaustedError while the journal cannot write; with no time to come back if it never can."""
+        if self.is_broken:
+            raise ResourceExhaustedError(f"{self.failure}: restart the server") from self.failure
         if self.failure is not None:
             raise ResourceExhaustedError(
                 "the journal cannot be written for now: send the same request again later", _RETRY_AFTER_SECONDS
             ) from self.failure
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the journal will never write again."""
+        return isinstance(self.failure, JournalError)
 
     def _on_failure(self, error: Exception) -> None:
         """The journal keeps what it was given and goes on trying; its next commit says that it can write again."""
@@ -148,7 +167,6 @@ class EventLog:
         What nobody will read at all, the journal drops when that is worth its while.
         """
         read = self.acknowledgements
-        read.forget_before(self._journal.oldest_sequence)
         read.acknowledge(namespace, submission_id, min(through_sequence, self.committed_sequence))
         droppable = min(read.droppable_through(self._appended_sequence), self.committed_sequence)
         if droppable >= self._journal.oldest_sequence:
@@ -194,11 +212,11 @@ class EventLog:
     async def watch(self, event_filter: EventFilter, after_sequence: int | None) -> AsyncIterator[EventFrame]:
         """Frames from the cursor on, until the log is closed. The first comes at once, be it empty."""
         told = position = self.check_cursor(after_sequence)
-        matches = _matcher(event_filter)
+        wanted = _wanted(event_filter)
         frame_is_due = True
         while True:
             news = self._news
-            records, position = await self._read(position, matches)
+            records, position = await self._read(position, wanted)
             if records or frame_is_due:
                 yield EventFrame(after_sequence=told, through_sequence=position, records=tuple(records))
                 told, frame_is_due = position, False
@@ -218,12 +236,18 @@ class EventLog:
                 break
             record.encoded = None
 
-    async def _read(self, after: int, matches: Callable[[EventRecord], bool]) -> tuple[list[EventRecord], int]:
+    async def _read(self, after: int, wanted: _Wanted) -> tuple[list[EventRecord], int]:
         records: list[EventRecord] = []
         size, through = 0, after
+        types, namespaces, submission_id = wanted.types, wanted.namespaces, wanted.submission_id
         for record in await self._records_after(after):
             through = record.sequence
-            if matches(record):
+            event = record.event
+            if (
+                type(event) in types
+                and record.namespace in namespaces
+                and (not submission_id or event.submission_id == submission_id)
+            ):
                 records.append(record)
                 size += record.size
                 if len(records) >= _FRAME_EVENTS or size >= _FRAME_BYTES:
@@ -254,17 +278,10 @@ async def _idle(news: asyncio.Event, *, something_to_tell: bool) -> bool:
     return False
 
 
-def _matcher(event_filter: EventFilter) -> Callable[[EventRecord], bool]:
-    namespace, submission_id = event_filter.namespace, event_filter.submission_id
+def _wanted(event_filter: EventFilter) -> _Wanted:
     kinds = event_filter.kinds
-    types = frozenset(kind for kind, name in KIND_OF_EVENT.items() if not kinds or name in kinds)
-
-    def matches(record: EventRecord) -> bool:
-        event = record.event
-        return (
-            record.namespace in (namespace, EVERY_NAMESPACE)
-            and type(event) in types
-            and (not submission_id or event.submission_id == submission_id)
-        )
-
-    return matches
+    return _Wanted(
+        types=frozenset(kind for kind, name in KIND_OF_EVENT.items() if not kinds or name in kinds),
+        namespaces=(event_filter.namespace, EVERY_NAMESPACE),
+        submission_id=event_filter.submission_id,
+    )

@@ -2,7 +2,8 @@
 
 A flow is what shares as one: the evals of a namespace, or its training. Its virtual time rises by what it is given over
 its weight, and the flow whose virtual time is least is served first. So over any stretch in which two flows wait, what
-they are given is as their weights are, whatever their batch ids; inside a flow the order is by batch id, then arrival.
+they are given is as their weights are, whatever their batch ids; inside a flow the order is by batch id, then by which
+batch came to wait first, then arrival.
 
 A head that finds too little room keeps its share all the same: while it waits, another flow may go on only until the
 head's turn in virtual time is over. Else small entries would take each token that is given back, and a head that needs
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
 FlowKey = tuple[str, bool]
 """Namespace, and whether it is evals."""
 
-OrderKey = tuple[float, int, int]
+OrderKey = tuple[float, int, int, int]
+"""The batch id's place (two numbers), when its submission came to wait, and when it came itself."""
+CAME: Final = 2
+ARRIVAL: Final = 3
 Shape = tuple[str | Resource, int]
 """What fixes the demand (an evaluator's id, or a claim's own demand) and the count of attempts or tokens."""
 
 _KEEP_GONE = 64
+_ENTRY: Final = 4
+"""Where the entry stands in an item of a heap, behind its order key."""
 
 
 class ReadyEntry(msgspec.Struct, gc=False, kw_only=True):
@@ -66,6 +72,8 @@ class FlowPolicy(msgspec.Struct, frozen=True):
 
 EVEN = FlowPolicy()
 
+_Item = tuple[float, int, int, int, ReadyEntry]
+
 
 class Flow:
     """The waiting entries of one flow: a heap for each shape, so that a blocked shape is passed over as a whole.
@@ -82,8 +90,9 @@ class Flow:
         self._share = weight or 1.0
         self.virtual_time = 0.0
         self.count = 0
-        # Order keys are unique, so that comparing never comes to the entries, nor to Python code.
-        self._heaps: dict[Shape, list[tuple[OrderKey, ReadyEntry]]] = {}
+        # Order keys are unique, so that comparing never comes to the entries, nor to Python code. They lie flat: tuples
+        # in tuples are compared twice.
+        self._heaps: dict[Shape, list[_Item]] = {}
         self._gone = 0
 
     @property
@@ -95,7 +104,7 @@ class Flow:
         heap = self._heaps.get(entry.shape)
         if heap is None:
             heap = self._heaps[entry.shape] = []
-        heapq.heappush(heap, (entry.order, entry))
+        heapq.heappush(heap, (*entry.order, entry))
         self.count += 1
 
     def take_out(self, entry: ReadyEntry) -> bool:
@@ -103,13 +112,13 @@ class Flow:
         entry.is_gone = True
         self.count -= 1
         heap = self._heaps[entry.shape]
-        if heap[0][1] is not entry:
+        if heap[0][_ENTRY] is not entry:
             self._gone += 1
             if self._gone > self.count + _KEEP_GONE:
                 self._compact()
             return False
         heapq.heappop(heap)
-        while heap and heap[0][1].is_gone:
+        while heap and heap[0][_ENTRY].is_gone:
             heapq.heappop(heap)
             self._gone -= 1
         if heap:
@@ -119,20 +128,20 @@ class Flow:
 
     def _compact(self) -> None:
         for heap in self._heaps.values():
-            heap[:] = [item for item in heap if not item[1].is_gone]
+            heap[:] = [item for item in heap if not item[_ENTRY].is_gone]
             heapq.heapify(heap)
         self._gone = 0
 
     def head(self) -> ReadyEntry:
         """The foremost entry, whatever blocks it."""
         if len(self._heaps) == 1:
-            return next(iter(self._heaps.values()))[0][1]
-        return min([heap[0] for heap in self._heaps.values()])[1]
+            return next(iter(self._heaps.values()))[0][_ENTRY]
+        return min([heap[0] for heap in self._heaps.values()])[_ENTRY]
 
     def first(self, may_go: Callable[[ReadyEntry], bool]) -> ReadyEntry | None:
         """The foremost entry of those that may go; entries of one shape are alike in that."""
-        free = [heap[0] for heap in self._heaps.values() if may_go(heap[0][1])]
-        return min(free)[1] if free else None
+        free = [heap[0] for heap in self._heaps.values() if may_go(heap[0][_ENTRY])]
+        return min(free)[_ENTRY] if free else None
 
     def comes_before_all_of(self, other: Flow) -> bool:
         """Whether its head is due before anything of a flow behind it: the other had its share until then."""
@@ -142,7 +151,8 @@ class Flow:
 
     def entries(self) -> Iterator[ReadyEntry]:
         """All of them, in no order."""
-        return (entry for heap in self._heaps.values() for _, entry in heap if not entry.is_gone)
+        entries = (item[_ENTRY] for heap in self._heaps.values() for item in heap)
+        return (entry for entry in entries if not entry.is_gone)
 
     def charge(self, cost: int) -> None:
         self.virtual_time += cost / self._share

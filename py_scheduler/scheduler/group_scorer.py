@@ -9,11 +9,13 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 
 from py_scheduler.execution.outcomes import describe
-from py_scheduler.execution.runner import INLINE, Runner
+from py_scheduler.execution.play import absorb_cancellation
+from py_scheduler.execution.runner import INLINE, Runner, Seat
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.commands import ScoreGroup
 from py_scheduler.scheduler.deadlines import Deadlines
@@ -54,11 +56,29 @@ class GroupScore:
         if self.is_over:
             return
         self.worker = worker
+        seat = await self._take_seat(worker)
+        if seat is None:
+            self._scorer.end(self, (), "stopped while it waited for a runner")
+            return
+        # Not before: that a runner was waited for is no fault of the handler's.
         self._scorer.begin(self)
         samples = sorted(self.record.group_samples or (), key=lambda sample: sample.sample_no)
-        runner = self._scorer.runners.get(self.spec.evaluator_id, INLINE)
-        rewards, error = await runner.play_group(worker, self.record.task_id, self.record.task, samples, self.spec)
+        try:
+            rewards, error = await seat.play_group(worker, self.record.task_id, self.record.task, samples, self.spec)
+        finally:
+            seat.leave()
         self._scorer.end(self, rewards, error)
+
+    async def _take_seat(self, worker: Worker) -> Seat | None:
+        """None when it was stopped meanwhile: the stop is meant for the group, not for its worker."""
+        runner = self._scorer.runners.get(self.spec.evaluator_id, INLINE)
+        try:
+            return runner.standing_seat or await runner.take_seat(None)
+        except asyncio.CancelledError:
+            if worker.is_closing or not self.is_stopped:
+                raise
+            await absorb_cancellation(worker)
+            return None
 
 
 class GroupScorer:

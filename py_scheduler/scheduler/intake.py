@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import defaultdict, deque
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.requests import SubmitRequest
-    from py_scheduler.domain.task import Batch, Task
+    from py_scheduler.domain.requests import AbortRequest, SubmissionSelector, SubmitRequest
+    from py_scheduler.domain.task import Batch, BatchId, Task
     from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.records import TaskRecord
 
@@ -131,33 +131,34 @@ def _check_fits(pool: PlacementPool | None, spec: EvaluatorSpec, samples: int) -
 
 
 def waiting_attempts(
-    plan: Plan, records: Iterable[TaskRecord], queued_at: float
+    plan: Plan, records: Sequence[TaskRecord], queued_at: float
 ) -> Iterator[tuple[EvaluatorSpec, list[PlannedAttempt]]]:
     """The attempts of these tasks that are to be started, batch by batch; batches without any are left out."""
-    # One Task object may stand for several tasks.
-    by_task: defaultdict[int, deque[TaskRecord]] = defaultdict(deque)
-    for record in records:
+    # One Task object may stand for several tasks: the last of a list is the first of them.
+    by_task: defaultdict[int, list[TaskRecord]] = defaultdict(list)
+    for record in reversed(records):
         by_task[id(record.task)].append(record)
     for spec, batch in plan.batches:
         attempts: list[PlannedAttempt] = []
         for task in batch.tasks:
-            record = by_task[id(task)].popleft()
+            record = by_task[id(task)].pop()
             submission = record.submission
-            attempts += [
-                PlannedAttempt(
-                    AttemptRef(record.task_id, subtask_no, subtask.attempt_no),
-                    task,
-                    subtask.first_sample_no,
-                    subtask.sample_count,
-                    submission.submission_id,
-                    submission.key.namespace,
-                    submission.batch_key,
-                    queued_at,
-                    record.iteration,
+            for subtask_no, subtask in enumerate(record.subtasks):
+                if subtask.state is not AttemptState.QUEUED:
+                    continue
+                attempts.append(
+                    PlannedAttempt(
+                        AttemptRef(record.task_id, subtask_no, subtask.attempt_no),
+                        task,
+                        subtask.first_sample_no,
+                        subtask.sample_count,
+                        submission.submission_id,
+                        submission.key.namespace,
+                        submission.batch_key,
+                        queued_at,
+                        record.iteration,
+                    )
                 )
-                for subtask_no, subtask in enumerate(record.subtasks)
-                if subtask.state is AttemptState.QUEUED
-            ]
         if spec.admits_subtasks_alone:
             yield from ((spec, [attempt]) for attempt in attempts)
         elif attempts:
@@ -199,6 +200,22 @@ def request_digest(request: SubmitRequest) -> bytes:
         reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
         raise InvalidArgumentError(reason, "tasks[].metadata") from error
     return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def abort_digest(request: AbortRequest) -> bytes:
+    """As `request_digest`. Whether and how long a call waits is no part of what it does."""
+    selector = request.selector
+    said = ("abort", *_named(selector), request.task_ids, request.keep_partial, request.restart_runners)
+    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
+
+
+def discard_digest(selector: SubmissionSelector) -> bytes:
+    """As `request_digest`."""
+    return hashlib.blake2b(msgspec.msgpack.encode(("discard", *_named(selector))), digest_size=16).digest()
+
+
+def _named(selector: SubmissionSelector) -> tuple[str, BatchId | None]:
+    return selector.submission_id, selector.batch_id
 
 
 def _task_violations(tasks: Sequence[Task]) -> Iterator[FieldViolation]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
 from py_scheduler.domain.collecting import TaskResult
 from py_scheduler.domain.events import (
@@ -28,10 +28,11 @@ from py_scheduler.domain.results import TaskState
 from py_scheduler.scheduler.records import CollectedSet, SubmissionRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from py_scheduler.domain.events import AttemptEnded, TaskDone, TasksAccepted
     from py_scheduler.domain.results import SampleDone
+    from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.scheduler.commands import AcknowledgeResults, CollectResults, DiscardResults
     from py_scheduler.scheduler.records import StagedResult, SubTaskRecord, TaskRecord
 
@@ -41,6 +42,8 @@ class KeptResults:
 
     def __init__(self, submissions: Mapping[str, SubmissionRecord]) -> None:
         self.kept_bytes = 0
+        self.released_bytes = 0
+        """Of all results so far that are kept no longer."""
         self._submissions = submissions
         self._sets: dict[tuple[str, str], SubmissionRecord] = {}
 
@@ -56,6 +59,9 @@ class KeptResults:
         task_ids = tuple(itertools.islice(submission.kept.collectable, command.max_num))
         if not task_ids or self.collected(submission.key.namespace, command.request_id) is not None:
             return []
+        kept = submission.kept
+        is_the_rest = not submission.open_tasks and len(task_ids) == len(kept.collectable)
+        is_whole = is_the_rest and kept.returned_tasks + len(task_ids) == kept.scheduled_tasks
         return [
             ResultsCollected(
                 submission_id=command.submission_id,
@@ -65,6 +71,7 @@ class KeptResults:
                 unfinished=command.unfinished,
                 warnings=command.warnings,
                 is_timed_out=command.is_timed_out,
+                completes_step=is_whole and not kept.is_eval,
             )
         ]
 
@@ -84,13 +91,21 @@ class KeptResults:
         submission = self._submissions[command.submission_id]
         if not submission.kept.size and submission.kept.scheduled_tasks == len(submission.open_tasks):
             return []
-        return [ResultsDiscarded(submission_id=command.submission_id, unix_seconds=command.unix_seconds)]
+        return [
+            ResultsDiscarded(
+                submission_id=command.submission_id,
+                unix_seconds=command.unix_seconds,
+                request_id=command.request_id,
+                request_digest=command.request_digest,
+            )
+        ]
 
     # Facts
 
     def adopt(self, submission: SubmissionRecord) -> None:
         """Takes in a submission that was made with what it keeps, not by events."""
-        self.kept_bytes += submission.kept.size
+        submission.kept.size = 0
+        self._recount(submission)
         for request_id in submission.kept.unacknowledged:
             self._sets[submission.key.namespace, request_id] = submission
 
@@ -137,7 +152,27 @@ class KeptResults:
         submission.kept.returned_tasks = 0
         self._count(submission, -submission.kept.size)
 
+    def complete(self, submission: SubmissionRecord, trajectories: Mapping[str, Mapping[int, Trajectory]]) -> None:
+        """Gives results that were made of samples without tokens these tokens: by task, by sample_no."""
+        kept = submission.kept
+
+        def whole(result: TaskResult) -> TaskResult:
+            found = trajectories.get(result.task_id)
+            return result if found is None else replace(result, samples=tuple(with_tokens(result.samples, found)))
+
+        kept.collectable = {task_id: whole(result) for task_id, result in kept.collectable.items()}
+        kept.unacknowledged = {
+            request_id: replace(collected, results=tuple(map(whole, collected.results)))
+            for request_id, collected in kept.unacknowledged.items()
+        }
+        self._recount(submission)
+
+    def _recount(self, submission: SubmissionRecord) -> None:
+        self._count(submission, sum(map(result_size, submission.kept.results())) - submission.kept.size)
+
     def _count(self, submission: SubmissionRecord, size: int) -> None:
+        if size < 0:
+            self.released_bytes -= size
         submission.kept.size += size
         self.kept_bytes += size
 
@@ -149,6 +184,14 @@ def stage(staged: StagedResult, subtask: SubTaskRecord, event: AttemptEnded) -> 
         staged.payloads.append(event.payload)
     if subtask.running_seconds:
         staged.subtask_seconds.append(subtask.running_seconds)
+
+
+def with_tokens(samples: Iterable[SampleDone], trajectories: Mapping[int, Trajectory]) -> list[SampleDone]:
+    """The same samples with their trajectories, by sample_no; those that have none there keep what they have."""
+    return [
+        replace(sample, trajectory=trajectories[sample.sample_no]) if sample.sample_no in trajectories else sample
+        for sample in samples
+    ]
 
 
 def result_size(result: TaskResult) -> int:
@@ -168,7 +211,7 @@ def _result(task: TaskRecord, staged: StagedResult, done: TaskDone) -> TaskResul
     samples = sorted(staged.samples, key=lambda sample: sample.sample_no)
     if done.rewards:
         samples = [
-            msgspec.structs.replace(sample, reward=reward, outcome=outcome)
+            replace(sample, reward=reward, outcome=outcome)
             for sample, reward, outcome in zip(samples, done.rewards, done.group_outcomes, strict=True)
         ]
     completed = task.succeeded_samples

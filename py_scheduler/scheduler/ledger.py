@@ -23,12 +23,13 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import (
+    EVERY_NAMESPACE,
     AbortRequested,
     AcceptedTask,
     AttemptEnded,
@@ -45,9 +46,8 @@ from py_scheduler.domain.events import (
     TrainingResumed,
     WeightsChanged,
 )
-from py_scheduler.domain.results import AttemptState, TaskState
+from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import SubmissionKey
-from py_scheduler.domain.weight_history import WeightHistory
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from py_scheduler.scheduler.commands import (
     AcceptTasks,
@@ -64,7 +64,6 @@ from py_scheduler.scheduler.commands import (
     StartAttempt,
     StopTasks,
 )
-from py_scheduler.scheduler.dynamic_timeout import TrainingHistory
 from py_scheduler.scheduler.endings import (
     WAITING,
     end_waiting,
@@ -76,7 +75,7 @@ from py_scheduler.scheduler.endings import (
     succeeded_among,
     task_done,
 )
-from py_scheduler.scheduler.kept_results import KeptResults, stage
+from py_scheduler.scheduler.kept_results import KeptResults, stage, with_tokens
 from py_scheduler.scheduler.records import (
     RequestRecord,
     StagedResult,
@@ -84,19 +83,36 @@ from py_scheduler.scheduler.records import (
     SubTaskRecord,
     TaskRecord,
     new_task,
+    submission_and_number,
     task_id_of,
 )
+from py_scheduler.scheduler.service_facts import ServiceFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
+    from py_scheduler.domain.trajectory import Trajectory
+    from py_scheduler.domain.weight_history import WeightHistory
+    from py_scheduler.scheduler.dynamic_timeout import TrainingHistory
+    from py_scheduler.scheduler.staleness import StalenessSettings
+
+# Members by name: Python 3.11 looks them up through the metaclass, five times slower, and these are on the way of
+# every sample.
+_QUEUED: Final = AttemptState.QUEUED
+_LEASED: Final = AttemptState.LEASED
+_RUNNING: Final = AttemptState.RUNNING
+_SUCCEEDED: Final = AttemptState.SUCCEEDED
+_LOST: Final = AttemptState.LOST
 _LIVE = (AttemptState.RUNNING, *WAITING)
 
 
 class Ledger:
     """All open tasks, and the finished submissions that are still remembered."""
 
-    def __init__(self, retained_submissions: int = 10_000) -> None:
+    def __init__(
+        self, retained_submissions: int = 10_000, limits: Mapping[str, StalenessSettings] | None = None
+    ) -> None:
+        """limits: by namespace, how far its training may run ahead; None: whatever was so before."""
         self.last_sequence = 0
         self.open_samples = 0
         """Planned samples of open tasks."""
@@ -111,9 +127,10 @@ class Ledger:
         self._by_key: dict[SubmissionKey, SubmissionRecord] = {}
         self._finished: OrderedDict[str, None] = OrderedDict()
         self.results = KeptResults(self._submissions)
-        self.history = TrainingHistory()
+        self._limits = limits
+        self.service = ServiceFacts()
+        self.service.limit(limits or {})
         self._requests: dict[tuple[str, str], RequestRecord] = {}
-        self._weights: dict[str, WeightHistory] = {}
         self._decide: dict[type, Callable[..., list[Event]]] = {
             AcceptTasks: self._decide_accept,
             LeaseAttempts: self._decide_lease,
@@ -135,8 +152,6 @@ class Ledger:
             AttemptEnded: self._apply_ended,
             AbortRequested: self._apply_abort,
             TaskDone: self._apply_done,
-            WeightsChanged: self._apply_weights,
-            TrainingResumed: lambda _: None,  # for the gate alone
             ResultsCollected: self._apply_collected,
             ResultsAcknowledged: self._apply_acknowledged,
             ResultsDiscarded: self._apply_discarded,
@@ -154,6 +169,17 @@ class Ledger:
     def request(self, namespace: str, request_id: str) -> RequestRecord | None:
         return self._requests.get((namespace, request_id))
 
+    def repeated(self, namespace: str, request_id: str, digest: bytes) -> RequestRecord | None:
+        """What this very call did, if it is not the first; one without an id always is. Raises AlreadyExistsError when
+        the id is another call's.
+        """
+        known = self.request(namespace, request_id) if request_id else None
+        if known is not None and known.digest != digest:
+            raise AlreadyExistsError(
+                f"request_id {request_id!r} was used for other tasks, or for another call: send a fresh request_id"
+            )
+        return known
+
     def submission(self, submission_id: str) -> SubmissionRecord | None:
         return self._submissions.get(submission_id)
 
@@ -170,8 +196,12 @@ class Ledger:
 
     def weights_of(self, roles: Iterable[str]) -> WeightHistory:
         """The history of the engine that these roles rest on. Where each had one of its own before, the longer one."""
-        known = [history for role in roles if (history := self._weights.get(role)) is not None]
-        return max(known, key=lambda history: history.epoch) if known else WeightHistory()
+        return self.service.weights_of(roles)
+
+    @property
+    def history(self) -> TrainingHistory:
+        """What training came to so far."""
+        return self.service.history
 
     def is_waiting(self, ref: AttemptRef) -> bool:
         """Whether this attempt is still to be started."""
@@ -201,12 +231,7 @@ class Ledger:
         return self._decide[type(command)](command)
 
     def _decide_accept(self, command: AcceptTasks) -> list[Event]:
-        known = self.request(command.key.namespace, command.request_id)
-        if known is not None:
-            if known.digest != command.request_digest:
-                raise AlreadyExistsError(
-                    f"request_id {command.request_id!r} was used for other tasks: send a fresh request_id"
-                )
+        if self.repeated(command.key.namespace, command.request_id, command.request_digest) is not None:
             return []
         submission = self._by_key.get(command.key)
         if submission is not None and submission.is_drained:
@@ -229,6 +254,7 @@ class Ledger:
                 iteration=command.iteration,
                 group_scored=command.group_scored,
                 is_collected=command.is_collected,
+                moment=command.moment,
             )
         ]
 
@@ -277,12 +303,12 @@ class Ledger:
         if task is None or subtask is None or subtask.attempt_no != ref.attempt_no or subtask.state not in _LIVE:
             self.stale_commands += 1
             return []
-        if command.is_stop_confirmed and state is not AttemptState.SUCCEEDED:
+        if command.is_stop_confirmed and state is not _SUCCEEDED:
             if may_refill(task, subtask, command):
                 return [ended(task, command, (), ref.attempt_no + 1, is_refill=True)]
             if may_retry(task, subtask, command):
                 return [ended(task, command, (), ref.attempt_no + 1)]
-        if state is AttemptState.LOST and subtask.losses:
+        if state is _LOST and subtask.losses:
             command = _quarantined(command, subtask.losses + 1)
         samples = final_samples(task, subtask, command)
         events: list[Event] = [ended(task, command, samples, 0)]
@@ -334,6 +360,8 @@ class Ledger:
                 unix_seconds=command.unix_seconds,
                 keeps_results=command.keeps_results,
                 restarts_runners=command.restarts_runners,
+                request_id=command.request_id,
+                request_digest=command.request_digest,
             )
         ]
         for task in tasks:
@@ -349,9 +377,16 @@ class Ledger:
 
     # Facts
 
-    def apply(self, event: Event) -> None:
-        """Takes one event into the state. Journalled events get the next sequence."""
-        self._apply[type(event)](event)
+    def apply(self, event: Event, namespace: str = EVERY_NAMESPACE) -> None:
+        """Takes one event into the state. Journalled events get the next sequence. namespace: of its record."""
+        self.apply_to_submission(event)
+        self.service.apply(event, namespace)
+
+    def apply_to_submission(self, event: Event) -> None:
+        """All but what it means to the service as a whole, which `service.apply` counts."""
+        apply = self._apply.get(type(event))
+        if apply is not None:
+            apply(event)
         if type(event) is not AttemptsLeased:
             self.last_sequence += 1
 
@@ -366,11 +401,13 @@ class Ledger:
             task = new_task(accepted.task_id, accepted.task, submission, event.unix_seconds)
             self._tasks[accepted.task_id] = submission.open_tasks[accepted.task_id] = task
             task.iteration = event.iteration
+            if accepted.task.config.task_deadline_seconds is not None:
+                task.accepted_at = event.moment
             if accepted.task.config.task_type in event.group_scored:
                 task.group_samples = []
             if event.is_collected:
                 task.staged = StagedResult()
-            submission.attempts_in[AttemptState.QUEUED] += len(task.subtasks)
+            submission.attempts_in[_QUEUED] += len(task.subtasks)
             self.open_samples += accepted.task.config.repeat_times
             if accepted.task.client_key:
                 submission.client_keys.add(accepted.task.client_key)
@@ -389,12 +426,12 @@ class Ledger:
     def _apply_leased(self, event: AttemptsLeased) -> None:
         for ref in event.attempts:
             task = self._tasks[ref.task_id]
-            _move(task, task.subtasks[ref.subtask_no], AttemptState.LEASED)
+            _move(task, task.subtasks[ref.subtask_no], _LEASED)
 
     def _apply_started(self, event: AttemptStarted) -> None:
         task = self._tasks[event.task_id]
         task.submission.last_sequence = self.last_sequence + 1
-        _move(task, task.subtasks[event.subtask_no], AttemptState.RUNNING)
+        _move(task, task.subtasks[event.subtask_no], _RUNNING)
 
     def _apply_ended(self, event: AttemptEnded) -> None:
         task = self._tasks[event.task_id]
@@ -403,14 +440,14 @@ class Ledger:
         _move(task, subtask, event.state)
         subtask.running_seconds += event.running_seconds
         if event.next_attempt_no:
-            if event.is_counted and event.state is AttemptState.LOST:
+            if event.is_counted and event.state is _LOST:
                 subtask.losses += 1
             elif event.is_refill:
                 subtask.refills += 1
             elif event.is_counted:
                 subtask.failures += 1
             subtask.attempt_no = event.next_attempt_no
-            _move(task, subtask, AttemptState.QUEUED)
+            _move(task, subtask, _QUEUED)
             return
         task.open_subtasks -= 1
         outcomes = task.outcomes
@@ -420,27 +457,22 @@ class Ledger:
             task.group_samples.extend(event.samples)
         if task.staged is not None:
             stage(task.staged, subtask, event)
-        if event.state is not AttemptState.ABORTED and not task.task.config.is_eval:
-            self.history.finished_subtasks += 1
-            self.history.running_seconds += subtask.running_seconds
-        if event.state is AttemptState.SUCCEEDED:
+        if event.state is _SUCCEEDED:
             task.succeeded_samples += len(event.samples)
             return
         task.succeeded_samples += succeeded_among(task, event.state, event.samples)
         task.reason = task.reason or event.message
 
     def _apply_abort(self, event: AbortRequested) -> None:
-        self._submissions[event.submission_id].last_sequence = self.last_sequence + 1
+        submission = self._submissions[event.submission_id]
+        self._remember_call(submission, event, stopped_tasks=len(event.task_ids))
+        submission.last_sequence = self.last_sequence + 1
         for task_id in event.task_ids:
             task = self._tasks[task_id]
             task.stop_cause = event.cause
             task.reason = event.reason
             if task.staged is not None and event.cause is StopCause.REQUEST:
                 task.staged.keeps_result = event.keeps_results
-
-    def _apply_weights(self, event: WeightsChanged) -> None:
-        for role in event.roles:
-            self._weights.setdefault(role, WeightHistory()).became(event.weight_version, event.epoch)
 
     def _apply_done(self, event: TaskDone) -> None:
         task = self._tasks.pop(event.task_id)
@@ -453,8 +485,6 @@ class Ledger:
         submission.client_keys.discard(event.client_key)
         submission.done_tasks[event.state] += 1
         submission.last_sequence = self.last_sequence + 1
-        if event.state is not TaskState.ABORTED and not task.task.config.is_eval:
-            self.history.finished_tasks += 1
         if task.staged is not None:
             self.results.apply_done(task, event)
         if not submission.open_tasks:
@@ -462,19 +492,32 @@ class Ledger:
 
     def _apply_collected(self, event: ResultsCollected) -> None:
         self.results.apply_collected(event)
-        submission = self._submissions[event.submission_id]
-        submission.last_sequence = self.last_sequence + 1
-        kept = submission.kept
-        if submission.is_over and kept.returned_tasks == kept.scheduled_tasks and not kept.is_eval:
-            self.history.completed_steps += 1
+        self._submissions[event.submission_id].last_sequence = self.last_sequence + 1
 
     def _apply_acknowledged(self, event: ResultsAcknowledged) -> None:
         self.results.apply_acknowledged(event)
         self._settle_after(self._submissions[event.submission_id])
 
     def _apply_discarded(self, event: ResultsDiscarded) -> None:
+        submission = self._submissions[event.submission_id]
         self.results.apply_discarded(event)
-        self._settle_after(self._submissions[event.submission_id])
+        self._remember_call(submission, event)
+        self._settle_after(submission)
+
+    def _remember_call(
+        self, submission: SubmissionRecord, event: AbortRequested | ResultsDiscarded, stopped_tasks: int = 0
+    ) -> None:
+        if event.request_id:
+            request = RequestRecord(
+                event.request_digest,
+                submission.submission_id,
+                0,
+                submission.next_task_no,
+                self.last_sequence,
+                stopped_tasks,
+            )
+            self._requests[submission.key.namespace, event.request_id] = request
+            submission.requests[event.request_id] = request
 
     def _settle_after(self, submission: SubmissionRecord) -> None:
         submission.last_sequence = self.last_sequence + 1
@@ -485,12 +528,18 @@ class Ledger:
         if not submission.is_forgettable:
             return
         self._finished[submission.submission_id] = None
+        self._finished.move_to_end(submission.submission_id)
         if not self.is_folding:
             self.forget_oldest()
 
     def end_fold(self) -> None:
-        """Forgets what would have been forgotten meanwhile: snapshots are of different moments, so order comes last."""
+        """Forgets what would have been forgotten meanwhile: snapshots are of different moments, so order comes last.
+
+        What was counted was counted by the rules of its time; from now on the present ones hold.
+        """
         self.is_folding = False
+        if self._limits is not None:
+            self.service.limit(self._limits)
         finished = [self._submissions[submission_id] for submission_id in self._finished]
         finished.sort(key=lambda submission: submission.last_sequence)
         self._finished = OrderedDict.fromkeys([submission.submission_id for submission in finished])
@@ -510,6 +559,17 @@ class Ledger:
             if self._requests.get(key := (submission.key.namespace, request_id)) is request:
                 del self._requests[key]
 
+    def complete(self, trajectories: Mapping[str, Mapping[int, Trajectory]]) -> None:
+        """Gives samples that a journal told of without their tokens these tokens: by task, by sample_no."""
+        for task_id, of_samples in trajectories.items():
+            task = self._tasks.get(task_id)
+            if task is not None and task.group_samples is not None:
+                task.group_samples = with_tokens(task.group_samples, of_samples)
+            if task is not None and task.staged is not None:
+                task.staged.samples = with_tokens(task.staged.samples, of_samples)
+        for submission_id in {submission_and_number(task_id)[0] for task_id in trajectories}:
+            self.results.complete(self._submissions[submission_id], trajectories)
+
     # From snapshots
 
     def adopt(self, submissions: Iterable[SubmissionRecord]) -> None:
@@ -523,7 +583,8 @@ class Ledger:
             for request_id, request in submission.requests.items():
                 self._requests[submission.key.namespace, request_id] = request
             self.open_samples += sum([task.task.config.repeat_times for task in submission.open_tasks.values()])
-            if not submission.open_tasks:
+            self.results.adopt(submission)
+            if submission.is_forgettable:
                 self._finished[submission.submission_id] = None
 
 

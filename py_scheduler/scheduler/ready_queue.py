@@ -1,10 +1,10 @@
 """Batches and outside claims that wait for room, in the order of service.
 
 Order: between namespaces by weight (see `shares`), between the flows of one likewise (see `flows`); inside a flow the
-batch id's key, then arrival. What has waited for max_wait_seconds goes before the rest of its namespace. An entry that
-was refused blocks its shape: entries of that demand and at least its count are passed over until something is released,
-so that a wake is not a scan. Entries that fit may overtake a blocked head, but only `max_bypass` times; from then on
-nothing behind it is offered until it is admitted.
+batch id's key, then which batch came to wait first, then arrival. What has waited for max_wait_seconds goes before the
+rest of its namespace. An entry that was refused blocks its shape: entries of that demand and at least its count are
+passed over until something is released, so that a wake is not a scan. Entries that fit may overtake a blocked head, but
+only `max_bypass` times; from then on nothing behind it is offered until it is admitted.
 Those of another flow or namespace may not once the head is due before all of them, unless they want other room. A
 namespace that is at its quota is passed over as if it did not wait.
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from py_scheduler.domain.evaluator import EvaluatorSpec
 from py_scheduler.domain.resources import Resource
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.flows import EVEN, Flow, FlowPolicy, Flows, ReadyEntry, Shape
+from py_scheduler.scheduler.flows import ARRIVAL, CAME, EVEN, Flow, FlowPolicy, Flows, ReadyEntry, Shape
 from py_scheduler.scheduler.shares import Shares
 
 if TYPE_CHECKING:
@@ -123,17 +123,17 @@ class ReadyQueue:
     def push(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], queued_at: float) -> None:
         """Adds a batch of at least one attempt; which flow it is in, the first of them says."""
         first, arrival = attempts[0], next(self._arrivals)
+        siblings = self._batches_of.setdefault(first.submission_id, {})
+        # What joins a batch that waits stands before batches of the same place that came later.
+        came = next(iter(siblings.values())).order[CAME] if siblings else arrival
         entry = ReadyBatch(
             flow=(first.namespace, self._tells_evals_apart and first.task.config.is_eval),
-            order=(*first.batch_key, arrival),
+            order=(*first.batch_key, came, arrival),
             shape=(spec.evaluator_id, len(attempts)),
             queued_at=queued_at,
             spec=spec,
             attempts=attempts,
         )
-        siblings = self._batches_of.get(first.submission_id)
-        if siblings is None:
-            siblings = self._batches_of[first.submission_id] = {}
         siblings[arrival] = entry
         self._push(entry)
 
@@ -147,9 +147,10 @@ class ReadyQueue:
         namespace: str,
     ) -> ReadyClaim:
         """Adds a claim of at least one token, beside the namespace's training. `tokens` is what the demand comes to."""
+        arrival = next(self._arrivals)
         entry = ReadyClaim(
             flow=(namespace, False),
-            order=(*batch_key, next(self._arrivals)),
+            order=(*batch_key, arrival, arrival),
             shape=(demand.per_sample, tokens),
             queued_at=queued_at,
             budget=demand.ceiling,
@@ -277,7 +278,7 @@ class ReadyQueue:
         if isinstance(entry, ReadyBatch):
             submission_id = entry.submission_id
             siblings = self._batches_of[submission_id]
-            del siblings[entry.order[2]]
+            del siblings[entry.order[ARRIVAL]]
             if not siblings:
                 del self._batches_of[submission_id]
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from py_scheduler.domain.events import (
     AttemptsLeased,
@@ -48,15 +48,13 @@ class Recorder:
         ledger = self.ledger
         events = ledger.decide(command)
         for event in events:
-            ledger.apply(event)
+            ledger.apply(event, namespace)
             if self._gate is not None:
                 self._gate.apply(event, namespace)
             if type(event) is not AttemptsLeased:
-                journalled = cast("JournalledEvent", event)
-                record = EventRecord(ledger.last_sequence, namespace, journalled, approximate_size(event))
-                self._event_log.append(record)
+                self._event_log.append(EventRecord(ledger.last_sequence, namespace, event, approximate_size(event)))
                 if type(event) in _TOLD:
-                    self._tell(journalled)
+                    self._tell(event)
         return events
 
     def _tell(self, event: JournalledEvent) -> None:

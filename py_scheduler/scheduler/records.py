@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from py_scheduler.domain.collecting import TaskResult, UnfinishedTask
-from py_scheduler.domain.events import StopCause
+from py_scheduler.domain.events import Moment, StopCause
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
 from py_scheduler.domain.task import SubmissionKey, Task, sort_batch_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _MAX_DIGITS = 18
 
@@ -43,6 +48,7 @@ class TaskRecord(msgspec.Struct, gc=False):
 
     group_samples: its final samples, for the handler that scores them together; None when it scores none.
     staged: what its result is to be made of; None when nobody will collect it.
+    accepted_at: from when its deadline counts; None when it has none.
     """
 
     task_id: str
@@ -58,6 +64,7 @@ class TaskRecord(msgspec.Struct, gc=False):
     iteration: IterationContext | None = None
     group_samples: list[SampleDone] | None = None
     staged: StagedResult | None = None
+    accepted_at: Moment | None = None
 
     @property
     def awaits_group_score(self) -> bool:
@@ -116,6 +123,12 @@ class KeptState(msgspec.Struct, gc=False):
     unacknowledged: dict[str, CollectedSet] = {}
     size: int = 0
 
+    def results(self) -> Iterator[TaskResult]:
+        """All that are kept."""
+        yield from self.collectable.values()
+        for collected in self.unacknowledged.values():
+            yield from collected.results
+
 
 class SubmissionRecord:
     """Everything under one key, counted by state. `open_tasks` holds what has no TaskDone yet, `requests` what was
@@ -171,13 +184,16 @@ class SubmissionRecord:
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False):
-    """What one SubmitTasks call was answered, for the same call sent again: tasks that are numbered on from one."""
+    """What one call under a request id did, for the same call sent again: the tasks that it took in, numbered on from
+    one; or, of a call that stops tasks or forgets results, the tasks that were there then, and how many it stopped.
+    """
 
     digest: bytes
     submission_id: str
     first_task_no: int
     task_count: int
     before_sequence: int
+    stopped_tasks: int = 0
 
     @property
     def task_ids(self) -> tuple[str, ...]:

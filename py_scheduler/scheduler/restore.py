@@ -8,82 +8,139 @@ own.
 from __future__ import annotations
 
 import gc
+import itertools
+from bisect import bisect_right
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from py_scheduler.domain.events import AttemptEnded
+from py_scheduler.domain.snapshots import SERVICE
 from py_scheduler.scheduler.commands import InterruptAttempt
 from py_scheduler.scheduler.intake import Intake, waiting_attempts
-from py_scheduler.scheduler.snapshots import submission_of
+from py_scheduler.scheduler.snapshots import is_of_result, result_of, service_of, submission_of
+from py_scheduler.scheduler.staleness import StalenessSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from py_scheduler.domain.collecting import TaskResult
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.ports import Clock, Journal
-    from py_scheduler.domain.results import SampleDone
+    from py_scheduler.domain.snapshots import Snapshot
+    from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.scheduler.ledger import Ledger
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.records import TaskRecord
-    from py_scheduler.scheduler.staleness_gate import StalenessGate
+
+_READ_EVENTS = 512
 
 
 class Folded(msgspec.Struct):
-    """snapshots: the sequence of each submission's snapshot. bare: by open task, where its samples are that were read
-    without their trajectories and are still to be scored as a group.
+    """snapshots: the sequence of each, by name; 0 for what the state has no use for. bare: by task, where its samples
+    are that were read without their trajectories and are kept. limits: of staleness, by which the events were counted.
     """
 
-    snapshots: dict[str, int]
+    snapshots: dict[str, int] = {}
     bare: dict[str, list[int]] = {}
+    limits: dict[str, StalenessSettings] = {}
+
+    def missing(self, ledger: Ledger) -> list[int]:
+        """The events whose trajectories are wanted, in order."""
+        kept = {result.task_id for submission in ledger.submissions() for result in submission.kept.results()}
+        bare = self.bare.items()
+        return sorted(
+            itertools.chain.from_iterable(
+                sequences for task_id, sequences in bare if task_id in kept or ledger.task(task_id) is not None
+            )
+        )
 
 
-def fold(journal: Journal, ledger: Ledger, gate: StalenessGate | None = None) -> Folded:
+def fold(journal: Journal, ledger: Ledger) -> Folded:
     """Brings the ledger to where the journal's last event left it; blocks."""
-    snapshots = list(journal.snapshots())
-    ledger.adopt([submission_of(snapshot) for snapshot in snapshots])
-    folded = Folded({snapshot.submission_id: snapshot.sequence for snapshot in snapshots})
+    folded = _adopt(journal.snapshots(), ledger)
     ledger.is_folding = True
     for records in journal.replay():
-        _apply(records, ledger, gate, folded)
+        _apply(records, ledger, folded)
     ledger.last_sequence = journal.last_sequence
     ledger.end_fold()
     return folded
 
 
-def _apply(records: Sequence[EventRecord], ledger: Ledger, gate: StalenessGate | None, folded: Folded) -> None:
-    """Events up to a submission's snapshot are in it already."""
+def _adopt(snapshots: Iterable[Snapshot], ledger: Ledger) -> Folded:
+    folded = Folded()
+    results: dict[str, TaskResult] = {}
+    of_submissions: list[Snapshot] = []
+    for snapshot in snapshots:
+        folded.snapshots[snapshot.name] = snapshot.sequence
+        if snapshot.name == SERVICE:
+            ledger.service = service_of(snapshot)
+            folded.limits = ledger.service.limits
+        elif is_of_result(snapshot):
+            results[snapshot.name] = result_of(snapshot)
+        else:
+            of_submissions.append(snapshot)
+    ledger.adopt([submission_of(snapshot, results) for snapshot in of_submissions])
+    kept = {result.task_id for submission in ledger.submissions() for result in submission.kept.results()}
+    # Of a checkpoint that was not finished: the events behind it may still make something else of these tasks.
+    folded.snapshots |= dict.fromkeys(results.keys() - kept, 0)
+    return folded
+
+
+def _apply(records: Sequence[EventRecord], ledger: Ledger, folded: Folded) -> None:
+    """Each event counts once for its submission and once for the service, whose snapshots are of other moments."""
     covered = folded.snapshots
+    service_sequence = covered.get(SERVICE, 0)
     for record in records:
-        event = record.event
-        if covered and covered.get(event.submission_id, 0) >= record.sequence:
+        event, sequence = record.event, record.sequence
+        if sequence > service_sequence:
+            ledger.service.apply(event, record.namespace)
+        if covered and covered.get(event.submission_id, 0) >= sequence:
             continue
         if type(event) is AttemptEnded and event.samples:
             task = ledger.open_task(event.task_id)
-            if task.group_samples is not None:
-                folded.bare.setdefault(event.task_id, []).append(record.sequence)
+            if task.group_samples is not None or task.staged is not None:
+                folded.bare.setdefault(event.task_id, []).append(sequence)
         # What the ledger numbers itself is what the journal says, also behind events that were skipped.
-        ledger.last_sequence = record.sequence - 1
-        ledger.apply(event)
-        if gate is not None:
-            gate.apply(event, record.namespace)
+        ledger.last_sequence = sequence - 1
+        ledger.apply_to_submission(event)
 
 
-async def complete_groups(journal: Journal, ledger: Ledger, folded: Folded) -> None:
-    """Reads the samples again that a handler is still to score, with their trajectories. After `journal.start`."""
-    for task_id, sequences in folded.bare.items():
-        task = ledger.task(task_id)
-        if task is None or task.group_samples is None:
-            continue
-        whole: dict[int, SampleDone] = {}
-        for sequence in sequences:
-            for record in await journal.read(sequence - 1, 1):
-                if type(record.event) is AttemptEnded:
-                    whole |= {sample.sample_no: sample for sample in record.event.samples}
-        task.group_samples[:] = [whole.get(sample.sample_no, sample) for sample in task.group_samples]
+async def complete(journal: Journal, ledger: Ledger, folded: Folded) -> None:
+    """Reads the samples again that are kept, with their trajectories. After `journal.start`."""
+    missing = folded.missing(ledger)
+    whole = _Trajectories(missing)
+    position = 0
+    while position < len(missing):
+        records = await journal.read(missing[position] - 1, _READ_EVENTS)
+        whole.take(records)
+        position = bisect_right(missing, records[-1].sequence)
+    ledger.complete(whole.by_task)
+
+
+def complete_from(batches: Iterable[Sequence[EventRecord]], ledger: Ledger, folded: Folded) -> None:
+    """`complete` from records that have everything."""
+    whole = _Trajectories(folded.missing(ledger))
+    for records in batches:
+        whole.take(records)
+    ledger.complete(whole.by_task)
+
+
+class _Trajectories:
+    """Of the samples of some events, by task and sample_no."""
+
+    def __init__(self, sequences: Iterable[int]) -> None:
+        self._wanted = frozenset(sequences)
+        self.by_task: dict[str, dict[int, Trajectory]] = {}
+
+    def take(self, records: Sequence[EventRecord]) -> None:
+        for record in records:
+            if record.sequence in self._wanted and type(record.event) is AttemptEnded:
+                of_task = self.by_task.setdefault(record.event.task_id, {})
+                of_task |= {sample.sample_no: sample.trajectory for sample in record.event.samples}
 
 
 @contextmanager

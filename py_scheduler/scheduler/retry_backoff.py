@@ -1,7 +1,7 @@
 """Attempts that wait before they queue again, because what failed the one before may need time to recover.
 
 Invariant: each attempt here is QUEUED in the ledger and in no ready batch; one that the ledger has ended meanwhile goes
-nowhere.
+nowhere, and is gone from here too when its wait would have been over.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ _MAX_DOUBLINGS = 62
 class RetryBackoff:
     """One such attempt. ends_at: monotonic seconds."""
 
-    __slots__ = ("_ledger", "attempt", "ends_at", "has_ended", "spec")
+    __slots__ = ("_ledger", "attempt", "ends_at", "spec")
+    is_over = False
+    """Told of its end in any case: it is to be forgotten then."""
 
     def __init__(self, ledger: Ledger, spec: EvaluatorSpec, attempt: PlannedAttempt, ends_at: float) -> None:
         self._ledger = ledger
         self.spec = spec
         self.attempt = attempt
         self.ends_at = ends_at
-        self.has_ended = False
 
     @property
-    def is_over(self) -> bool:
-        return self.has_ended or not self._ledger.is_waiting(self.attempt.ref)
+    def is_waiting(self) -> bool:
+        return self._ledger.is_waiting(self.attempt.ref)
 
     def reason(self, now: float) -> str:
         """Why it waits, for people."""
@@ -64,7 +65,8 @@ class RetryBackoffs:
         self._longest_seconds = settings.max_retry_backoff_seconds
         self._requeue = requeue
         self._deadlines: Deadlines[RetryBackoff] = Deadlines(clock, self._on_expiry)
-        self._waiting: dict[str, list[RetryBackoff]] = {}
+        self._waiting: dict[str, dict[RetryBackoff, None]] = {}
+        """By submission, in order."""
 
     def add(self, spec: EvaluatorSpec, attempt: PlannedAttempt, failures: int) -> None:
         """failures: how often the infrastructure has failed this SubTask, the last time included."""
@@ -75,12 +77,12 @@ class RetryBackoffs:
         # Not all at the same time: what failed together would come back together.
         ends_at = self._clock.monotonic() + whole * random.uniform(0.5, 1.0)
         backoff = RetryBackoff(self._ledger, spec, attempt, ends_at)
-        self._waiting.setdefault(attempt.submission_id, []).append(backoff)
+        self._waiting.setdefault(attempt.submission_id, {})[backoff] = None
         self._deadlines.add(ends_at, backoff)
 
     def waiting(self, submission_id: str) -> list[RetryBackoff]:
         """Those of a submission."""
-        return [backoff for backoff in self._waiting.get(submission_id, ()) if not backoff.is_over]
+        return [backoff for backoff in self._waiting.get(submission_id, ()) if backoff.is_waiting]
 
     def waits(self, submission_id: str) -> list[WaitingBatch]:
         """The same as people ask for them."""
@@ -120,11 +122,10 @@ class RetryBackoffs:
         self._waiting.clear()
 
     def _on_expiry(self, backoff: RetryBackoff, _when: float) -> None:
-        backoff.has_ended = True
         submission_id = backoff.attempt.submission_id
-        left = self.waiting(submission_id)
-        if left:
-            self._waiting[submission_id] = left
-        else:
+        waiting = self._waiting[submission_id]
+        del waiting[backoff]
+        if not waiting:
             del self._waiting[submission_id]
-        self._requeue(backoff.spec, [backoff.attempt])
+        if backoff.is_waiting:
+            self._requeue(backoff.spec, [backoff.attempt])

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
+from py_scheduler.scheduler.flows import ARRIVAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from py_scheduler.scheduler.flows import Flow, FlowKey, Flows, ReadyEntry
+    from py_scheduler.scheduler.flows import Flow, FlowKey, Flows, OrderKey, ReadyEntry
     from py_scheduler.scheduler.ready_queue import ReadyQueue
 
-    Ranked = tuple[float, tuple[float, int, int], ReadyEntry]
+    Ranked = tuple[float, OrderKey, ReadyEntry]
     """An entry, and what decides when it is served: its namespace's level by then, and its own order."""
 
 _MAX_EXACT = 4_096
@@ -161,7 +162,7 @@ def _ahead_in(
 
 
 def _age(entry: ReadyEntry) -> tuple[float, int]:
-    return entry.queued_at, entry.order[2]
+    return entry.queued_at, entry.order[ARRIVAL]
 
 
 def _counted(entries: Iterable[ReadyEntry]) -> dict[FlowKey, int]:

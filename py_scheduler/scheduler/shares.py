@@ -53,6 +53,8 @@ class _Account(msgspec.Struct, gc=False):
     """Nothing before that moment counts."""
     usual_seconds: float = 0.0
     """How long its tokens are held; 0: none was given back yet."""
+    tokens_of: dict[Kind, int] = {}
+    """The tokens that it holds, by their kind."""
 
 
 class Shares:
@@ -67,6 +69,19 @@ class Shares:
         self._waiting: set[str] = set()
         self._usual_seconds = _USUAL_SECONDS
         self._share_of: dict[str, float] = {}
+        self._demand_of: dict[str, Resource | None] = {}
+
+    def supply_is(self, supply: Mapping[str, float], now: float) -> None:
+        """Nodes came or went: from now on what is held is a share of what there is now."""
+        if supply == self._supply:
+            return
+        self._supply = supply
+        self._share_of = {kind: self._dominant(demand, is_outside=False) for kind, demand in self._demand_of.items()}
+        for account in self._accounts.values():
+            account.settled += account.held * now - account.held_since
+            account.counts_from = now
+            account.held = sum([self._share_now(kind) * count for kind, count in account.tokens_of.items()])
+            account.held_since = account.held * now
 
     def weight_of(self, namespace: str) -> float:
         return self._weights.get(namespace, 1.0)
@@ -115,6 +130,7 @@ class Shares:
             account = self._accounts[namespace] = _Account(counts_from=now)
         share = self._share(kind, demand) * tokens
         account.tokens += tokens
+        account.tokens_of[kind] = account.tokens_of.get(kind, 0) + tokens
         account.held += share
         account.held_since += share * now
 
@@ -126,6 +142,9 @@ class Shares:
         seconds = max(now - taken_at, _LEAST_SECONDS)
         account.settled += share * max(now - since, _LEAST_SECONDS)
         account.tokens -= tokens
+        account.tokens_of[kind] -= tokens
+        if not account.tokens_of[kind]:
+            del account.tokens_of[kind]
         account.held -= share
         account.held_since -= share * since
         if not account.tokens:
@@ -155,12 +174,17 @@ class Shares:
 
     def _share(self, kind: Kind, demand: Resource | None) -> float:
         """A token's dominant share. Of evaluators it is kept; demands of leases are without number."""
-        if isinstance(kind, Resource):
+        if not isinstance(kind, str):
             return self._dominant(demand, is_outside=True)
         share = self._share_of.get(kind)
         if share is None:
+            self._demand_of[kind] = demand
             share = self._share_of[kind] = self._dominant(demand, is_outside=False)
         return share
+
+    def _share_now(self, kind: Kind) -> float:
+        """Of a kind that is held."""
+        return self._share(kind, kind if isinstance(kind, Resource) else self._demand_of[kind])
 
     def _dominant(self, demand: Resource | None, *, is_outside: bool) -> float:
         """A scheduler outside runs its samples in places of its own."""
@@ -175,9 +199,11 @@ class Shares:
 
 
 def supply_of(pool: PlacementPool | None, max_running_samples: int) -> dict[str, float]:
-    """All the room of a server."""
+    """All the room of a server that can be given out."""
     supply = {_PLACES: float(max_running_samples)}
     for node in pool.nodes() if pool is not None else ():
+        if node.phase != "active":
+            continue
         amounts = {"gpu": len(node.gpu_ids), "cpu": node.cpu, "memory_gb": node.memory_gb}
         amounts |= {f"named.{name}": amount for name, amount in node.named.items()}
         for name, amount in amounts.items():

@@ -1,34 +1,50 @@
-"""Submissions <-> what a journal keeps of them, so that a restart need not apply all their events again.
+"""The ledger's state <-> what a journal keeps of it, so that a restart need not apply all events again.
 
-Invariant: a submission that is restored from its snapshot and the same submission after the same events cannot be told
-apart by anything that the ledger does, except that what was leased waits again.
+    SERVICE                  `ServiceFacts`: what is of no submission
+    a submission's id        the submission with its open tasks; of the results that it keeps, only whose they are
+    a task's id              its kept result, which never changes and may be large: written once, until it is let go
+
+Invariants
+  1. State from snapshots of whatever moments, with the events after each, and the same state from all events cannot be
+     told apart by anything that the ledger does. But what was leased waits again, and of finished submissions more may
+     be remembered.
+  2. Whoever reads a submission's snapshot finds all results that it names.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from py_scheduler.domain.events import StopCause
+from py_scheduler.domain.collecting import TaskResult, UnfinishedTask
+from py_scheduler.domain.events import Moment, StopCause
 from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
-from py_scheduler.domain.snapshots import Snapshot
+from py_scheduler.domain.snapshots import SERVICE, Snapshot
 from py_scheduler.domain.task import BatchId, SubmissionKey, Task
 from py_scheduler.errors import JournalError
 from py_scheduler.scheduler.records import (
+    CollectedSet,
+    KeptState,
     RequestRecord,
+    StagedResult,
     SubmissionRecord,
     SubTaskRecord,
     TaskRecord,
     submission_and_number,
     task_id_of,
 )
+from py_scheduler.scheduler.service_facts import ServiceFacts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from py_scheduler.scheduler.ledger import Ledger
 
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, _VERSION)
+"""In 1 a submission kept no results."""
 
 
 class _TaskState(msgspec.Struct, array_like=True, gc=False):
@@ -43,6 +59,29 @@ class _TaskState(msgspec.Struct, array_like=True, gc=False):
     reason: str
     iteration: IterationContext | None
     group_samples: list[SampleDone] | None
+    staged: StagedResult | None = None
+    accepted_at: Moment | None = None
+
+
+class _SetState(msgspec.Struct, array_like=True, gc=False):
+    """A `CollectedSet`."""
+
+    task_ids: list[str]
+    unfinished: tuple[UnfinishedTask, ...]
+    warnings: tuple[str, ...]
+    is_timed_out: bool
+
+
+class _KeptState(msgspec.Struct, array_like=True, gc=False):
+    """A `KeptState`, with results by their tasks' ids."""
+
+    is_collected: bool
+    is_eval: bool
+    open_tasks: int
+    scheduled_tasks: int
+    returned_tasks: int
+    collectable: list[str]
+    unacknowledged: dict[str, _SetState]
 
 
 class _SubmissionState(msgspec.Struct, array_like=True, gc=False):
@@ -55,14 +94,47 @@ class _SubmissionState(msgspec.Struct, array_like=True, gc=False):
     attempts_in: dict[AttemptState, int]
     done_tasks: dict[TaskState, int]
     tasks: list[_TaskState]
+    kept: _KeptState | None = None
 
 
+class _ResultState(msgspec.Struct, array_like=True, gc=False):
+    version: int
+    result: TaskResult
+
+
+class _ServiceState(msgspec.Struct, array_like=True, gc=False):
+    version: int
+    facts: ServiceFacts
+
+
+_State = TypeVar("_State", _SubmissionState, _ResultState, _ServiceState)
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_SubmissionState).decode
+
+
+def service_snapshot(ledger: Ledger) -> Snapshot:
+    return Snapshot(SERVICE, ledger.last_sequence, _encode(_ServiceState(_VERSION, ledger.service)))
+
+
+def service_of(snapshot: Snapshot) -> ServiceFacts:
+    """Raises JournalError when another version of py-scheduler wrote it."""
+    return _decoded(snapshot, _ServiceState).facts
+
+
+def result_snapshot(result: TaskResult, ledger: Ledger) -> Snapshot:
+    return Snapshot(result.task_id, ledger.last_sequence, _encode(_ResultState(_VERSION, result)), is_final=True)
+
+
+def is_of_result(snapshot: Snapshot) -> bool:
+    return submission_and_number(snapshot.name)[1] >= 0
+
+
+def result_of(snapshot: Snapshot) -> TaskResult:
+    """Raises JournalError when another version of py-scheduler wrote it."""
+    return _decoded(snapshot, _ResultState).result
 
 
 def snapshot_of(submission: SubmissionRecord, ledger: Ledger) -> Snapshot:
-    """The submission as it is now, after the ledger's last event."""
+    """The submission as it is now, after the ledger's last event; the results that it keeps have their own."""
     state = _SubmissionState(
         version=_VERSION,
         batch_id=submission.key.batch_id,
@@ -73,6 +145,7 @@ def snapshot_of(submission: SubmissionRecord, ledger: Ledger) -> Snapshot:
         attempts_in=submission.attempts_in,
         done_tasks=submission.done_tasks,
         tasks=[_task_state(task) for task in submission.open_tasks.values()],
+        kept=_kept_state(submission.kept),
     )
     return Snapshot(submission.submission_id, ledger.last_sequence, _encode(state))
 
@@ -90,21 +163,50 @@ def _task_state(task: TaskRecord) -> _TaskState:
         task.reason,
         task.iteration,
         task.group_samples,
+        task.staged,
+        task.accepted_at,
     )
 
 
-def submission_of(snapshot: Snapshot) -> SubmissionRecord:
-    """Raises JournalError when another version of py-scheduler wrote it."""
+def _kept_state(kept: KeptState) -> _KeptState:
+    return _KeptState(
+        kept.is_collected,
+        kept.is_eval,
+        kept.open_tasks,
+        kept.scheduled_tasks,
+        kept.returned_tasks,
+        list(kept.collectable),
+        {
+            request_id: _SetState(
+                [result.task_id for result in collected.results],
+                collected.unfinished,
+                collected.warnings,
+                collected.is_timed_out,
+            )
+            for request_id, collected in kept.unacknowledged.items()
+        },
+    )
+
+
+def _decoded(snapshot: Snapshot, kind: type[_State]) -> _State:
     try:
-        state = _decode(snapshot.content)
+        state = msgspec.msgpack.decode(snapshot.content, type=kind)
     except msgspec.DecodeError as error:
-        raise JournalError(f"the snapshot of submission {snapshot.submission_id!r} cannot be read: {error}") from error
-    if state.version != _VERSION:
+        raise JournalError(f"the snapshot {snapshot.name!r} cannot be read: {error}") from error
+    if state.version not in _READABLE:
         raise JournalError(
-            f"the snapshot of submission {snapshot.submission_id!r} has format {state.version}, this version reads "
-            f"{_VERSION}: serve with the version that wrote it"
+            f"the snapshot {snapshot.name!r} has format {state.version}, this version reads {_VERSION}: serve with "
+            "the version that wrote it"
         )
-    submission = SubmissionRecord(snapshot.submission_id, SubmissionKey(state.batch_id, state.namespace))
+    return state
+
+
+def submission_of(snapshot: Snapshot, results: Mapping[str, TaskResult] | None = None) -> SubmissionRecord:
+    """results: by task, those that were found. Raises JournalError when one is missing that it keeps, or when another
+    version of py-scheduler wrote it.
+    """
+    state = _decoded(snapshot, _SubmissionState)
+    submission = SubmissionRecord(snapshot.name, SubmissionKey(state.batch_id, state.namespace))
     submission.next_task_no = state.next_task_no
     submission.last_sequence = state.last_sequence
     submission.requests = state.requests
@@ -115,10 +217,37 @@ def submission_of(snapshot: Snapshot) -> SubmissionRecord:
         submission.open_tasks[task.task_id] = task
         if task.task.client_key:
             submission.client_keys.add(task.task.client_key)
+    if state.kept is not None:
+        try:
+            submission.kept = _kept_of(state.kept, snapshot.name, results or {})
+        except KeyError as error:
+            raise JournalError(f"the journal has lost the result of task {error} that was kept") from error
     leased = submission.attempts_in[AttemptState.LEASED]
     submission.attempts_in[AttemptState.LEASED] = 0
     submission.attempts_in[AttemptState.QUEUED] += leased
     return submission
+
+
+def _kept_of(state: _KeptState, submission_id: str, results: Mapping[str, TaskResult]) -> KeptState:
+    """Raises KeyError."""
+    return KeptState(
+        is_collected=state.is_collected,
+        is_eval=state.is_eval,
+        open_tasks=state.open_tasks,
+        scheduled_tasks=state.scheduled_tasks,
+        returned_tasks=state.returned_tasks,
+        collectable={task_id: results[task_id] for task_id in state.collectable},
+        unacknowledged={
+            request_id: CollectedSet(
+                submission_id,
+                tuple([results[task_id] for task_id in collected.task_ids]),
+                collected.unfinished,
+                collected.warnings,
+                collected.is_timed_out,
+            )
+            for request_id, collected in state.unacknowledged.items()
+        },
+    )
 
 
 def _task_record(state: _TaskState, submission: SubmissionRecord) -> TaskRecord:
@@ -138,4 +267,6 @@ def _task_record(state: _TaskState, submission: SubmissionRecord) -> TaskRecord:
         state.reason,
         state.iteration,
         state.group_samples,
+        state.staged,
+        state.accepted_at,
     )

@@ -30,20 +30,17 @@ class StalenessSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     step_size: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class StalenessWindow:
+class StalenessWindow(msgspec.Struct):
     """What was accepted since the resume, and how many weights ago that was.
 
     Invariant: 0 <= epoch_at_resume <= epoch, and where these differ, more is accepted than the updates between have
     used up.
     """
 
-    __slots__ = ("accepted", "epoch", "epoch_at_resume", "settings")
-
-    def __init__(self, settings: StalenessSettings) -> None:
-        self.settings = settings
-        self.accepted = 0
-        self.epoch = 0
-        self.epoch_at_resume = 0
+    settings: StalenessSettings
+    accepted: int = 0
+    epoch: int = 0
+    epoch_at_resume: int = 0
 
     @property
     def limit(self) -> int:

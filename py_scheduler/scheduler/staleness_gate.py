@@ -1,7 +1,8 @@
 """Stands before the ready queue, and keeps training there whose samples would be too stale when they are trained on.
 
 Invariants
-  1. Evals, namespaces without a limit, and attempts of samples that were let through before never wait here.
+  1. Evals, namespaces without a limit, and attempts of samples that were begun before never wait here, also when that
+     was before a restart.
   2. A sample counts as running from when its batch is let through until its SampleDone, whatever attempts that takes:
      so a retry is never held back by what came after it.
   3. Whatever could open the gate, tells: a change of weights, a resume, and the end of a sample that cannot be trained
@@ -19,17 +20,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.evaluator import STUDENT, EvaluatorSpec
+from py_scheduler.domain.evaluator import EvaluatorSpec
 from py_scheduler.domain.events import AttemptEnded, TrainingResumed, WeightsChanged
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.staleness import StalenessWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from py_scheduler.domain.events import Event
     from py_scheduler.scheduler.ledger import Ledger
-    from py_scheduler.scheduler.staleness import StalenessSettings
 
 _KEEP_ENDED = 64
 HeldOrder = tuple[float, int, int]
@@ -54,10 +53,9 @@ class HeldBatch(msgspec.Struct, frozen=True, gc=False):
 class _Line:
     """One namespace's training. through: samples of each subtask that was let through and has not ended."""
 
-    __slots__ = ("ended", "held", "held_attempts", "running", "through", "window")
+    __slots__ = ("ended", "held", "held_attempts", "running", "through")
 
-    def __init__(self, settings: StalenessSettings) -> None:
-        self.window = StalenessWindow(settings)
+    def __init__(self) -> None:
         self.held: list[tuple[HeldOrder, HeldBatch]] = []
         self.held_attempts = 0
         self.through: dict[tuple[str, int], int] = {}
@@ -72,14 +70,14 @@ class _Line:
 
 
 class StalenessGate:
-    """limits: by namespace. `apply` takes every event behind the ledger, those of earlier processes included.
+    """namespaces: those with a limit, whose windows the ledger counts. `apply` takes every event behind the ledger.
 
     opened: called when something that is held may go.
     """
 
-    def __init__(self, ledger: Ledger, limits: Mapping[str, StalenessSettings]) -> None:
+    def __init__(self, ledger: Ledger, namespaces: Iterable[str]) -> None:
         self._ledger = ledger
-        self._lines = {namespace: _Line(settings) for namespace, settings in limits.items()}
+        self._lines = {namespace: _Line() for namespace in namespaces}
         self._arrivals = itertools.count()
         self.opened: Callable[[], None] = lambda: None
 
@@ -90,19 +88,12 @@ class StalenessGate:
             line = self._lines.get(namespace)
             if line is not None and not event.next_attempt_no:
                 self._ended(line, event)
-        elif type(event) is WeightsChanged and STUDENT in event.roles:
-            for line in self._lines.values():
-                line.window.weights_changed(event.epoch)
-            self.opened()
-        elif type(event) is TrainingResumed and namespace in self._lines:
-            self._lines[namespace].window.resume()
+        elif type(event) is WeightsChanged or type(event) is TrainingResumed:
             self.opened()
 
     def _ended(self, line: _Line, event: AttemptEnded) -> None:
         count = line.through.pop((event.task_id, event.subtask_no), 0)
         line.running -= count
-        if not self._ledger.open_task(event.task_id).task.config.is_eval:
-            line.window.accepted += sum([sample.is_trainable for sample in event.samples])
         if not count and line.held:
             line.ended += 1
             if 2 * line.ended > _KEEP_ENDED + line.held_attempts:
@@ -112,21 +103,27 @@ class StalenessGate:
 
     # In and out
 
-    def holds(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], queued_at: float) -> bool:
-        """Takes a batch that it has a say in; False for one that it has none in."""
+    def hold(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], queued_at: float) -> list[PlannedAttempt]:
+        """Takes what it has a say in of a batch; the rest, which may go at once."""
         first = attempts[0]
         line = self._lines.get(first.namespace)
         if line is None or first.task.config.is_eval:
-            return False
-        order = (*first.batch_key, next(self._arrivals))
-        heapq.heappush(line.held, (order, HeldBatch(spec, attempts, queued_at)))
-        line.held_attempts += len(attempts)
-        return True
+            return attempts
+        # After a restart: what an earlier process has begun it had let through, and a step may be waiting for it.
+        begun = [attempt for attempt in attempts if attempt.ref.attempt_no > 1]
+        line.let_through(begun)
+        new = [attempt for attempt in attempts if attempt.ref.attempt_no == 1] if begun else attempts
+        if new:
+            order = (*first.batch_key, next(self._arrivals))
+            heapq.heappush(line.held, (order, HeldBatch(spec, new, queued_at)))
+            line.held_attempts += len(new)
+        return begun
 
     def let_go(self) -> Iterator[HeldBatch]:
         """What the rule admits now, in the order of service, as what counts as running from now on."""
-        for line in self._lines.values():
-            while line.held and line.window.admits(line.running):
+        windows = self._ledger.service.windows
+        for namespace, line in self._lines.items():
+            while line.held and windows[namespace].admits(line.running):
                 batch = heapq.heappop(line.held)[1]
                 line.held_attempts -= len(batch.attempts)
                 for live in self._live(batch):
@@ -157,4 +154,4 @@ class StalenessGate:
     def reason(self, namespace: str) -> str:
         """Why what is held of a namespace waits; empty for one without a limit."""
         line = self._lines.get(namespace)
-        return line.window.describe(line.running) if line is not None else ""
+        return self._ledger.service.windows[namespace].describe(line.running) if line is not None else ""

@@ -28,6 +28,7 @@ from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.endings import needs_backoff
 from py_scheduler.scheduler.group_scorer import GroupScorer
+from py_scheduler.scheduler.records import submission_and_number
 from py_scheduler.scheduler.retry_backoff import RetryBackoffs
 
 if TYPE_CHECKING:
@@ -45,15 +46,23 @@ if TYPE_CHECKING:
 
 
 class Concerned(msgspec.Struct, frozen=True):
-    """The attempts that a question is about: of a submission (empty: of all), or of some of its tasks."""
+    """The attempts that a question is about: of a submission (empty: of all), or of some of its tasks.
+
+    before_task_no: only tasks with a lower number, for who asks what becomes of those that were there.
+    """
 
     submission_id: str = ""
     task_ids: frozenset[str] = frozenset()
+    before_task_no: int | None = None
 
     def includes(self, task_id: str, submission_id: str) -> bool:
         if self.task_ids:
             return task_id in self.task_ids
-        return not self.submission_id or submission_id == self.submission_id
+        if not self.submission_id:
+            return True
+        if submission_id != self.submission_id:
+            return False
+        return self.before_task_no is None or submission_and_number(task_id)[1] < self.before_task_no
 
 
 EVERYTHING = Concerned()
@@ -133,9 +142,6 @@ class Supervisor:
             seconds = dynamic_timeout(self._dynamic_timeout, self._recorder.ledger.history, seconds)
         if seconds is not None:
             running.limit(seconds)
-
-    def phase_begins(self, running: RunningAttempt, phase: str, timeout_seconds: float | None) -> None:
-        running.begin_phase(phase, timeout_seconds)
 
     def end(self, running: RunningAttempt, report: AttemptReport) -> None:
         running.is_over = True
@@ -249,7 +255,7 @@ class Supervisor:
         evaluator.active_slots -= 1
         if evaluator.active_slots == 0 and evaluator.pending:
             ledger = self._recorder.ledger
-            attempts = [attempt for attempt in evaluator.pending if ledger.is_waiting(attempt.ref)]
+            attempts = [attempt for attempt in reversed(evaluator.pending) if ledger.is_waiting(attempt.ref)]
             evaluator.pending.clear()
             if attempts:
                 self._requeue(evaluator.spec, attempts)

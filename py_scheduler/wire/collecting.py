@@ -18,7 +18,7 @@ from py_scheduler.domain.collecting import (
     TaskResult,
     UnfinishedTask,
 )
-from py_scheduler.domain.limits import check_collect
+from py_scheduler.domain.limits import check_collect, name_fault
 from py_scheduler.domain.plain import safe_text
 from py_scheduler.errors import ServerError
 from py_scheduler.wire.enums import TASK_STATES
@@ -126,19 +126,24 @@ def encode_ack_request(namespace: str, request_id: str) -> collecting_pb2.AckRes
     return collecting_pb2.AckResultsRequest(namespace=namespace, request_id=request_id)
 
 
-def decode_discard_request(message: collecting_pb2.DiscardSubmissionRequest) -> SubmissionSelector:
-    """Raises InvalidArgumentError naming each faulty field."""
+def decode_discard_request(message: collecting_pb2.DiscardSubmissionRequest) -> tuple[SubmissionSelector, str]:
+    """And its request id. Raises InvalidArgumentError naming each faulty field."""
     faults = Faults()
     selector = decode_selector(message, faults)
+    if message.request_id and (fault := name_fault(message.request_id)):
+        faults.add("request_id", fault)
     faults.check()
-    return selector
+    return selector, message.request_id
 
 
-def encode_discard_request(selector: SubmissionSelector) -> collecting_pb2.DiscardSubmissionRequest:
+def encode_discard_request(
+    selector: SubmissionSelector, request_id: str = ""
+) -> collecting_pb2.DiscardSubmissionRequest:
     return collecting_pb2.DiscardSubmissionRequest(
         submission_id=selector.submission_id,
         batch_id=None if selector.batch_id is None else encode_batch_id(selector.batch_id),
         namespace=selector.namespace,
+        request_id=request_id,
     )
 
 

@@ -209,6 +209,8 @@ def decode_abort_request(message: service.AbortSubmissionRequest, timeout_second
     """`timeout_seconds` is what the call's deadline leaves for a wait."""
     faults = Faults()
     selector = decode_selector(message, faults)
+    if message.request_id and (fault := name_fault(message.request_id)):
+        faults.add("request_id", fault)
     if len(message.task_ids) > MAX_TASKS_PER_ABORT:
         count = len(message.task_ids)
         faults.add("task_ids", f"holds {count}, at most {MAX_TASKS_PER_ABORT} are taken: leave it empty for all tasks")
@@ -223,6 +225,7 @@ def decode_abort_request(message: service.AbortSubmissionRequest, timeout_second
     faults.check()
     return AbortRequest(
         selector=selector,
+        request_id=message.request_id,
         task_ids=tuple(message.task_ids),
         reason=message.reason,
         wait=message.wait,
@@ -240,6 +243,7 @@ def encode_abort_request(request: AbortRequest) -> service.AbortSubmissionReques
         batch_id=None if selector.batch_id is None else encode_batch_id(selector.batch_id),
         namespace=selector.namespace,
         task_ids=request.task_ids,
+        request_id=request.request_id,
         reason=request.reason,
         wait=request.wait,
         keep_partial=request.keep_partial,

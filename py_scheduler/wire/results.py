@@ -56,7 +56,7 @@ def _fill_place(sample: SampleDone, message: task_pb2.SampleDone) -> None:
         message.weight_epoch = sample.weight_epoch
         message.staleness = sample.staleness
     if sample.timings is not _NO_TIMINGS:
-        _encode_timings(sample.timings, message.timings)
+        _fill_timings(sample.timings, message.timings)
 
 
 def _fill_sample(sample: SampleDone, message: task_pb2.SampleDone) -> None:
@@ -83,10 +83,11 @@ def encode_reward(reward: Reward, message: task_pb2.Reward) -> None:
         message.details_json = details_json(reward.details)
 
 
-def _encode_timings(timings: Timings, message: task_pb2.Timings) -> None:
+def _fill_timings(timings: Timings, message: task_pb2.Timings) -> None:
     message.wait_seconds = timings.wait_seconds
     message.run_seconds = timings.run_seconds
-    message.generate_seconds = timings.generate_seconds
+    if timings.generate_seconds:
+        message.generate_seconds = timings.generate_seconds
     message.eval_seconds = timings.eval_seconds
 
 

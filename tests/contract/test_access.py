@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import os
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import grpc
 import grpc.aio
@@ -19,21 +25,36 @@ from py_scheduler._generated.rollout_scheduler.v1 import (
     scheduler_service_pb2,
     scheduler_service_pb2_grpc,
 )
-from py_scheduler.api.access import NEEDS, Need
+from py_scheduler.api.access import NEEDS, Need, log_refusal
 from py_scheduler.api.bearer_tokens import Caller
 from py_scheduler.api.scheduler_servicer import seen_by
 from py_scheduler.api.server import HEALTH_SERVICE
-from py_scheduler.client import SchedulerClient
+from py_scheduler.client import (
+    BlockingGenerationClient,
+    BlockingPlacementClient,
+    BlockingSchedulerClient,
+    GenerationClient,
+    PlacementClient,
+    SchedulerClient,
+)
 from py_scheduler.commands.token import new_token
 from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPhase, TaskWait
-from py_scheduler.errors import ConfigError, InvalidArgumentError, PermissionDeniedError, UnauthenticatedError
+from py_scheduler.domain.leases import LeaseState, LeaseView
+from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.steps import StepKind, StepRequest
+from py_scheduler.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    SchedulerError,
+    UnauthenticatedError,
+)
 from tests.contract.conftest import serve
 from tests.support.fake_engine import FakeEngine
 from tests.support.grpc_calls import WATCH, failure_of, tasks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
 
     from tests.contract.conftest import Served
 
@@ -137,6 +158,124 @@ async def test_another_namespace_is_named_in_the_refusal(guarded: Guarded, call:
     assert not guarded.served.engine.aborts
 
 
+LEASE = LeaseView(lease_id="lease", state=LeaseState.GRANTED, fencing_token=1)
+Client = Any
+"""Any client, asyncio or blocking: their methods have the same names."""
+EVERY_CALL: dict[type, dict[str, Callable[[Client], Any]]] = {
+    SchedulerClient: {
+        "submit": lambda client: client.submit(tasks(1), 7),
+        "schedule": lambda client: client.schedule(tasks(1), 8),
+        "rollout": lambda client: client.rollout(tasks(1), batch_id=9),
+        "rollout_batches": lambda client: client.rollout_batches(tasks(1), batch_id=10),
+        "get_submission": lambda client: client.get_submission(7),
+        "has_step": lambda client: client.has_step(7),
+        "explain_task": lambda client: client.explain_task("s-7-0"),
+        "abort": lambda client: client.abort(7),
+        "abort_batch": lambda client: client.abort_batch(7),
+        "resume_training": lambda client: client.resume_training(),
+        "watch": lambda client: client.watch(),
+        "ack": lambda client: client.ack(b"no cursor"),
+        "server_info": lambda client: client.server_info(),
+        "collect": lambda client: client.collect(7),
+        "drain": lambda client: client.drain(7),
+        "ack_results": lambda client: client.ack_results("r"),
+        "discard": lambda client: client.discard(7),
+        "get_payload_results": lambda client: client.get_payload_results(7),
+        "get_statuses": lambda client: client.get_statuses(7),
+        "drain_batch_payload_results": lambda client: client.drain_batch_payload_results(7),
+        "discard_completed_results": lambda client: client.discard_completed_results(7),
+        "list_runners": lambda client: client.list_runners(),
+        "get_key_state": lambda client: client.get_key_state("key"),
+        "get_runner_state": lambda client: client.get_runner_state("runner"),
+        "get_all_state": lambda client: client.get_all_state(),
+        "print_all_state": lambda client: client.print_all_state(),
+        "execute_rollout": lambda client: client.execute_rollout(0),
+        "execute_eval": lambda client: client.execute_eval(0),
+        "step_frames": lambda client: client.step_frames(StepRequest(kind=StepKind.EVAL, rollout_id=0, request_id="r")),
+        "read_samples": lambda client: client.read_samples(0),
+    },
+    PlacementClient: {
+        "acquire": lambda client: client.acquire(Resource(gpu=1.0)),
+        "renew": lambda client: client.renew(LEASE),
+        "release": lambda client: client.release(LEASE),
+        "capacity": lambda client: client.capacity(Resource(gpu=1.0)),
+        "explain": lambda client: client.explain(Resource(gpu=1.0)),
+        "lease": lambda client: client.lease(Resource(gpu=1.0)),
+    },
+    GenerationClient: {
+        "pause": lambda client: client.pause(),
+        "resume": lambda client: client.resume(),
+        "update_weights": lambda client: client.update_weights("/weights", "1"),
+        "states": lambda client: client.states(),
+        "paused": lambda client: client.paused(),
+    },
+}
+BLOCKING: dict[type, Any] = {
+    SchedulerClient: BlockingSchedulerClient,
+    PlacementClient: BlockingPlacementClient,
+    GenerationClient: BlockingGenerationClient,
+}
+NO_CALLS = {"open", "close", "connect", "submit_chunk", "stub_class", "asyncio_class"}
+
+
+@pytest.mark.parametrize("kind", EVERY_CALL)
+def test_every_public_method_of_a_client_is_called_below(kind: type) -> None:
+    for one in (kind, BLOCKING[kind]):
+        methods = {name for name in dir(one) if not name.startswith("_") and callable(getattr(one, name))}
+        assert methods - NO_CALLS == EVERY_CALL[kind].keys(), one
+
+
+async def first_of(said: Any) -> None:
+    """What a method of an asyncio client answers: all of it, or of a stream the first."""
+    if isinstance(said, AbstractAsyncContextManager):
+        async with said:
+            return
+    if isinstance(said, AsyncGenerator):
+        async with aclosing(said):
+            await anext(said, None)
+    else:
+        await said
+
+
+def first_of_blocking(call: Callable[[Client], Any], client: Client) -> None:
+    with client:
+        said = call(client)
+        if isinstance(said, AbstractContextManager):
+            with said:
+                return
+        if isinstance(said, Generator):
+            with closing(said):
+                next(said, None)
+
+
+@pytest.mark.parametrize("is_blocking", [False, True], ids=["asyncio", "blocking"])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, calls in EVERY_CALL.items() for name in calls])
+async def test_every_call_of_a_client_carries_its_token(
+    guarded: Guarded, kind: type, name: str, is_blocking: bool
+) -> None:
+    guarded.served.engine._finish_at_once = True
+    call = EVERY_CALL[kind][name]
+
+    async def answer(token: str) -> None:
+        made = BLOCKING[kind] if is_blocking else kind
+        client = made(guarded.served.address, reconnect_seconds=0.0, token=token)
+        if is_blocking:
+            await asyncio.to_thread(first_of_blocking, call, client)
+            return
+        async with client:
+            await first_of(call(client))
+
+    async with asyncio.timeout(20):
+        with pytest.raises(UnauthenticatedError):
+            await answer("")
+        try:
+            await answer(guarded.secrets["root"])
+        except (UnauthenticatedError, PermissionDeniedError):
+            raise
+        except SchedulerError:
+            pass  # What it asks for is not there, which nobody without a token is told.
+
+
 async def test_the_default_namespace_is_one_like_any_other(guarded: Guarded) -> None:
     async with grpc.aio.insecure_channel(guarded.served.address) as channel:
         stub = scheduler_service_pb2_grpc.SchedulerServiceStub(channel)
@@ -232,6 +371,50 @@ async def test_a_file_that_is_broken_while_it_is_edited_changes_nothing(
         await client.submit(tasks(1), 8)
 
 
+@pytest.mark.parametrize("how", ["permissions", "write bit"])
+async def test_a_file_that_could_not_be_taken_is_taken_once_it_can_be_although_it_was_not_written_to_since(
+    guarded: Guarded, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its modification time is the same all the while; who is taken out must not stay in for that."""
+    async with guarded.client("alice") as client:
+        await client.server_info()
+        del guarded.lines["alice"]
+        if how == "write bit":
+            guarded.file.chmod(0o666)
+            guarded.file.write_text("\n".join(guarded.lines.values()))
+        else:
+            guarded.write()
+            with monkeypatch.context() as context:
+                context.setattr(Path, "read_text", Mock(side_effect=PermissionError(13, "Permission denied")))
+                await client.server_info()
+                await client.server_info()
+        await client.server_info() if how == "write bit" else None
+        assert caplog.text.count("the tokens stay as they were") == 1, "once, not for each call"
+        guarded.file.chmod(0o600)
+        with pytest.raises(UnauthenticatedError):
+            await client.server_info()
+
+
+async def test_a_file_that_was_put_back_with_its_old_times_counts(guarded: Guarded) -> None:
+    was = guarded.file.stat()
+    secret, line = new_token("alice", ["a"])
+    guarded.lines["alice"] = line
+    guarded.file.write_text("\n".join(guarded.lines.values()) + "\n")
+    os.utime(guarded.file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    async with guarded.client("alice") as client:
+        with pytest.raises(UnauthenticatedError):
+            await client.server_info()
+    guarded.secrets["alice"] = secret
+    async with guarded.client("alice") as client:
+        await client.server_info()
+
+
+async def test_an_empty_token_lets_nobody_in_although_a_line_is_of_it(tmp_path: Path) -> None:
+    (tmp_path / "tokens.toml").write_text(f'a = {{ sha256 = "{hashlib.sha256().hexdigest()}", namespaces = ["*"] }}')
+    with pytest.raises(ConfigError, match="of an empty token"):
+        await serve(FakeEngine(), tokens_file=str(tmp_path / "tokens.toml"))
+
+
 async def test_the_audit_log_says_who_was_refused_what_and_never_the_token(
     guarded: Guarded, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,6 +436,14 @@ async def test_the_audit_log_says_who_was_refused_what_and_never_the_token(
     assert not any(secret in caplog.text for secret in guarded.secrets.values())
 
 
+def test_a_refusal_is_one_line_whatever_is_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    odd = "a\nrefused: caller=root\r\x1b[31m\u2028\u202e" + "x" * 1_000
+    log_refusal(None, "ipv4:127.0.0.1:1", f"/{odd}", "UNAUTHENTICATED", odd)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.isprintable()
+    assert len(line) < 700
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -266,12 +457,23 @@ async def test_the_audit_log_says_who_was_refused_what_and_never_the_token(
         (f'a = {{ sha256 = "{"0" * 64}", namespaces = ["a"], zzz = 1 }}', "zzz.*unknown key"),
         ("a = 1", "Expected|must be"),
         ("a =", "not TOML"),
+        ("a = " + 3_000 * "[" + 3_000 * "]", "nested too deeply"),
+        (f'a = {{ {SHA256}, namespaces = ["a"] }}\na = {{ {SHA256}, namespaces = ["b"] }}', "not TOML"),
+        (f'"a\\nrefused: caller=b" = {{ {SHA256}, namespaces = ["a"] }}', "cannot be printed"),
     ],
 )
 async def test_a_faulty_file_is_an_error_at_the_start(tmp_path: Path, line: str, fault: str) -> None:
     (tmp_path / "tokens.toml").write_text(line)
     with pytest.raises(ConfigError, match=fault):
         await serve(FakeEngine(), tokens_file=str(tmp_path / "tokens.toml"))
+
+
+async def test_what_is_no_file_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Reading a pipe would wait for whoever writes to it."""
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe", tmp_path / "nothing"):
+        with pytest.raises(ConfigError, match=r"server\.tokens_file"):
+            await serve(FakeEngine(), tokens_file=str(place))
 
 
 async def test_a_file_that_anybody_may_write_is_refused(guarded: Guarded) -> None:

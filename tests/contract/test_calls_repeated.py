@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from py_scheduler.client import PlacementClient, SchedulerClient
+from py_scheduler.domain.requests import Delivery
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import AlreadyExistsError
@@ -75,6 +76,24 @@ async def test_an_abort_stops_once_and_says_so_again(client: SchedulerClient) ->
         assert sum(reply.aborted_tasks for reply in replies) == 4
         assert not any(reply.still_stopping for reply in replies)
         assert (await client.get_submission(7)).aborted_tasks == 4
+
+
+async def test_an_abort_and_a_discard_repeated_late_leave_alone_what_came_since(client: SchedulerClient) -> None:
+    """As a client's own retry does, whose first try was carried out but not answered."""
+    async with asyncio.timeout(30):
+        await client.submit(tasks("endless"), 7)
+        first = await client.abort(7, request_id="abort")
+        await client.submit(tasks("endless", 3), 7)
+        assert await client.abort(7, request_id="abort") == first
+        assert (await client.get_submission(7)).open_tasks == 3
+        with pytest.raises(AlreadyExistsError, match="'abort'"):
+            await client.abort(8, request_id="abort")
+        for count in (1, 2):
+            await client.submit(tasks("quick", count), 9, delivery=Delivery.COLLECT)
+            while (await client.get_submission(9)).open_tasks:  # noqa: ASYNC110 - what is collected is not watched here
+                await asyncio.sleep(0.01)
+            await client.discard(9, request_id="discard")
+        assert (await client.get_submission(9)).collectable_tasks == 2
 
 
 async def test_a_lease_is_acquired_renewed_and_released_once(address: str) -> None:

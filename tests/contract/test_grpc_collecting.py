@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
+import grpc
 import pytest
 
-from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
-from py_scheduler.domain.collecting import CollectReply, TaskResult, UnfinishedTask
+from py_scheduler.api.boundary import CallRefusedError
+from py_scheduler.client import BlockingSchedulerClient, SchedulerClient, _collecting
+from py_scheduler.client._backoff import Backoff
+from py_scheduler.domain.collecting import CollectReply, CollectRequest, TaskResult, UnfinishedTask
 from py_scheduler.domain.requests import Delivery, SubmissionSelector
 from py_scheduler.domain.results import TaskState
 from py_scheduler.domain.runners import RunnerState, RunnerView
@@ -99,6 +103,44 @@ async def test_a_server_that_stops_is_asked_again_with_the_same_request_id(serve
         await restarted.server.stop()
 
 
+async def test_each_break_of_a_long_wait_is_waited_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server breaks one collect off three times, each time when the break before is long over."""
+    connected = asyncio.Event()
+
+    class HoursApart(Backoff):
+        def connected(self) -> None:
+            super().connected()
+            connected.set()
+
+        async def wait(self, until: float = math.inf) -> bool:
+            if self._broken_since is not None:
+                self._broken_since -= 3_600
+            return await super().wait(until)
+
+    class BreakingEngine(FakeEngine):
+        async def collect(self, request: CollectRequest) -> CollectReply:
+            reply = await super().collect(request)
+            if len(self.collects) > 3:
+                return reply
+            self.may_answer.clear()
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "broken off")
+
+    monkeypatch.setattr(_collecting, "Backoff", HoursApart)
+    engine = BreakingEngine()
+    engine.collected = REPLY
+    engine.may_answer.clear()
+    served = await serve(engine)
+    async with SchedulerClient(served.address, reconnect_seconds=30.0) as client, asyncio.timeout(10):
+        waiting = asyncio.create_task(client.collect(7))
+        for _ in range(4):
+            await connected.wait()
+            connected.clear()
+            engine.may_answer.set()
+        assert await waiting == REPLY
+    assert len({asked.request_id for asked in engine.collects}) == 1
+    await served.server.stop()
+
+
 async def test_a_client_that_has_no_patience_is_told_that_the_server_stops(served: Served) -> None:
     served.engine.may_answer.clear()
     async with SchedulerClient(served.address, reconnect_seconds=0.0) as client:
@@ -155,6 +197,8 @@ async def test_a_fault_of_a_request_is_told_before_it_is_sent(client: SchedulerC
         await client.collect(7, min_num=3, max_num=2)
     with pytest.raises(InvalidArgumentError, match="exactly one"):
         await client.collect(7, submission_id="s")
+    with pytest.raises(InvalidArgumentError, match="timeout_seconds"):
+        await client.collect(7, timeout_seconds=float("nan"))
     assert served.engine.collects == []
 
 

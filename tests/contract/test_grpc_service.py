@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import grpc
 import grpc.aio
@@ -14,7 +15,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
-from py_scheduler.api.server import SCHEDULER_SERVICE, ApiServer
+from py_scheduler.api import boundary
+from py_scheduler.api.server import (
+    GENERATION_SERVICE,
+    PLACEMENT_SERVICE,
+    ROLLOUT_SERVICE,
+    SCHEDULER_SERVICE,
+    ApiServer,
+)
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import ServerSettings
 from py_scheduler.domain.requests import (
@@ -358,6 +366,55 @@ async def test_health_per_service(served: Served, channel: grpc.aio.Channel) -> 
     assert (await watches[0].read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     reply = await stub.Check(health_pb2.HealthCheckRequest(service=SCHEDULER_SERVICE))
     assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_each_service_says_whether_what_it_needs_is_there(served: Served, channel: grpc.aio.Channel) -> None:
+    """The server as a whole serves meanwhile; who watches is told of each change."""
+    stub, states = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse
+    assert served.server._health._look_seconds == 1.0
+    served.server._health._look_seconds = 0.01
+    for name, need in ((PLACEMENT_SERVICE, "can_lease"), (GENERATION_SERVICE, "can_generate")):
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=name))
+        for is_there in (True, False, True):
+            setattr(served.engine, need, is_there)
+            expected = states.SERVING if is_there else states.NOT_SERVING
+            assert (await watch.read()).status == expected
+            assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == expected
+            assert (await stub.Check(health_pb2.HealthCheckRequest())).status == states.SERVING
+        watch.cancel()
+    served.server._health._look_seconds = 60.0
+    looks = Mock(return_value=True)
+    served.server._health._services[GENERATION_SERVICE] = looks
+    for _ in range(20):
+        await stub.Check(health_pb2.HealthCheckRequest(service=GENERATION_SERVICE))
+    assert looks.call_count <= 1, "who needs no token keeps nobody busy with it"
+    check = await stub.Check(health_pb2.HealthCheckRequest(service=ROLLOUT_SERVICE))
+    assert check.status == states.NOT_SERVING, "this server executes no steps"
+
+
+async def test_health_tells_of_a_journal_that_has_failed(served: Served, channel: grpc.aio.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    served.engine.can_record = False
+    for name in ("", SCHEDULER_SERVICE):
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_who_watches_health_without_a_token_takes_no_stream_from_who_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(boundary, "_MAX_STREAMS_FOR_ALL", 2)
+    served = await serve(FakeEngine(), max_streams=2)
+    async with grpc.aio.insecure_channel(served.address) as channel, SchedulerClient(served.address) as client:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Watch(health_pb2.HealthCheckRequest()).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await anext(client.watch())
+    await served.server.stop()
 
 
 async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:

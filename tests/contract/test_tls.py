@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.api.generation_http import GenerationHttp
@@ -21,7 +29,6 @@ from tests.support.grpc_calls import tasks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from tests.contract.conftest import Served
 
@@ -108,6 +115,63 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
     certificates.key.write_text("no key")
     assert await served_certificate(encrypted.address, certificates) == new
     assert "the certificates stay as they were" in caplog.text
+
+
+async def test_a_key_that_can_be_opened_again_is_taken_although_no_file_was_written_to(
+    encrypted: Served, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read while it could not be: out of file descriptors, or replaced at that very moment."""
+    old = await served_certificate(encrypted.address, certificates)
+    certificates.issue("server")
+    with monkeypatch.context() as context:
+        context.setattr(Path, "read_bytes", Mock(side_effect=OSError(24, "Too many open files")))
+        assert await served_certificate(encrypted.address, certificates) == old
+    assert await served_certificate(encrypted.address, certificates) != old
+
+
+async def test_half_of_a_renewal_changes_nothing_and_the_whole_of_it_counts(
+    encrypted: Served, certificates: Certificates
+) -> None:
+    old = await served_certificate(encrypted.address, certificates)
+    key, certificate = certificates.key.read_bytes(), certificates.certificate.read_bytes()
+    certificates.issue("server")
+    renewed = certificates.key.read_bytes()
+    certificates.key.write_bytes(key)
+    assert await served_certificate(encrypted.address, certificates) == old
+    certificates.key.write_bytes(renewed[: len(renewed) // 2])
+    assert await served_certificate(encrypted.address, certificates) == old
+    certificates.key.write_bytes(renewed)
+    assert await served_certificate(encrypted.address, certificates) != old
+    certificates.certificate.unlink()
+    assert await served_certificate(encrypted.address, certificates) != old
+    certificates.key.write_bytes(key)
+    certificates.certificate.write_bytes(certificate)
+    assert await served_certificate(encrypted.address, certificates) == old
+
+
+@pytest.mark.parametrize("whose", ["server", "client"])
+async def test_an_expired_certificate_lets_nobody_through(certificates: Certificates, whose: str) -> None:
+    certificates.issue(whose, is_expired=True)
+    served = await serve(FakeEngine(), tls=tls_of(certificates, client_ca=str(certificates.ca)))
+    tls = ClientTls(
+        ca=str(certificates.ca),
+        certificate=str(certificates.client_certificate),
+        key=str(certificates.client_key),
+    )
+    with pytest.raises(ServerError):
+        await call(served.address, tls)
+    certificates.issue(whose)
+    await call(served.address, tls)
+    assert len(served.engine.submits) == 1
+    await served.server.stop()
+
+
+async def test_a_key_with_a_password_is_an_error_and_no_question_at_the_terminal(certificates: Certificates) -> None:
+    key = load_pem_private_key(certificates.key.read_bytes(), None)
+    secret = BestAvailableEncryption(b"secret")
+    certificates.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, secret))
+    with pytest.raises(ConfigError, match=r"server\.tls\.certificate"):
+        await serve(FakeEngine(), tls=tls_of(certificates))
 
 
 async def test_files_that_do_not_belong_together_are_an_error_at_the_start(certificates: Certificates) -> None:

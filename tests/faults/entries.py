@@ -10,8 +10,8 @@ from typing import IO
 
 import msgspec
 
-from py_scheduler.domain.events import AttemptEnded, AttemptStarted, TaskDone
-from py_scheduler.domain.requests import NodeView, SubmissionView, WatchedFrame, WatchedRecord
+from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptStarted, ResultsCollected, TaskDone
+from py_scheduler.domain.requests import NodeView, SubmissionView, TasksAcceptedNotice, WatchedFrame, WatchedRecord
 
 REFERENCE = "reference"
 
@@ -156,9 +156,13 @@ def read(file: Path) -> list[Entry]:
 
 def seen(record: WatchedRecord) -> Seen:
     event = record.event
-    task_ids = event.task_ids if hasattr(event, "task_ids") else (event.task_id,)
+    task_ids: tuple[str, ...] = ()
+    if isinstance(event, AttemptStarted | AttemptEnded | TaskDone):
+        task_ids = (event.task_id,)
+    elif isinstance(event, TasksAcceptedNotice | AbortRequested | ResultsCollected):
+        task_ids = event.task_ids
     digest = str(hash_of(event))
-    base = (record.sequence, type(event).__name__, event.submission_id, tuple(task_ids), digest)
+    base = (record.sequence, type(event).__name__, event.submission_id, task_ids, digest)
     if isinstance(event, AttemptStarted):
         return Seen(*base, event.subtask_no, event.attempt_no, "", event.node_ip, event.gpu_ids)
     if isinstance(event, AttemptEnded):

@@ -15,6 +15,7 @@ from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AgentResult, AttemptState, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import SandboxError
+from py_scheduler.execution.runner import InlineRunner
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.integration.test_restore import SurvivingJournal
 from tests.support.fake_clock import FakeClock, settle
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from py_scheduler.domain.evaluator import Episode
+    from py_scheduler.domain.requests import SubmitReply
+    from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.task import Task
     from tests.support.harness import Harness
 
@@ -301,6 +304,71 @@ async def test_a_crashed_scorer_ends_its_task(monkeypatch: pytest.MonkeyPatch) -
         done = await one_done(harness, await harness.submit([task_of()]))
     assert done.state is TaskState.FAILED
     assert "its worker crashed: RuntimeError" in done.reason
+
+
+class SparseRunner(InlineRunner):
+    """Its one seat waits for the gate. `waits`: how many want it."""
+
+    standing_seat = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waits = 0
+
+    async def take_seat(self, _token: PlacementToken | None) -> InlineRunner:
+        self.waits += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.waits -= 1
+        return self
+
+
+async def a_group_that_waits_for_a_runner(harness: Harness, runner: SparseRunner, agent: RankingAgent) -> SubmitReply:
+    begun, played = asyncio.Event(), asyncio.Event()
+
+    async def last(_: Episode) -> AgentResult:
+        begun.set()
+        await played.wait()
+        return AgentResult()
+
+    agent.behaviours["last"] = last
+    reply = await harness.submit([task_of("last")])
+    await begun.wait()
+    runner.gate.clear()
+    played.set()
+    await settle()
+    assert runner.waits == 1
+    return reply
+
+
+async def test_a_group_that_waits_for_a_runner_stops_at_once_and_its_worker_scores_the_next_one() -> None:
+    runner, agent = SparseRunner(), RankingAgent()
+    one_worker = EngineSettings(max_running_samples=1)
+    async with running_engine(spec_of(agent), runners={"agent": runner}, settings=one_worker) as harness:
+        reply = await a_group_that_waits_for_a_runner(harness, runner, agent)
+        answer = await harness.engine.abort(AbortRequest(selector=harness.selector(reply), wait=True))
+        assert (answer.aborted_tasks, answer.still_stopping, runner.waits) == (1, (), 0)
+        assert (await one_done(harness, reply)).state is TaskState.ABORTED
+        runner.gate.set()
+        later = await harness.submit([task_of("sum")], 1)
+        assert (await one_done(harness, later)).state is TaskState.SUCCEEDED
+    assert agent.asked == [("sum", [0])]
+
+
+async def test_the_eval_timeout_of_a_group_counts_from_its_runner_on() -> None:
+    runner, agent, clock = SparseRunner(), RankingAgent(is_open=False), FakeClock()
+    spec = spec_of(agent, eval_timeout_seconds=20.0)
+    async with running_engine(spec, runners={"agent": runner}, clock=clock) as harness:
+        reply = await a_group_that_waits_for_a_runner(harness, runner, agent)
+        await clock.advance(60)
+        runner.gate.set()
+        await until_asked(agent)
+        await clock.advance(19)
+        assert harness.engine.submission(harness.selector(reply)).open_tasks == 1
+        await clock.advance(2)
+        assert "eval_timeout_seconds (20)" in (await one_done(harness, reply)).reason
 
 
 # Refills

@@ -83,6 +83,35 @@ async def test_unlike_demands_share_by_the_kind_that_each_wants_most_of() -> Non
         assert counts["b"] > 45
 
 
+async def test_room_that_comes_later_counts_as_room() -> None:
+    """A node of cores alone, to which one with GPUs is added: from then on GPUs are something that can be shared."""
+    agent, clock = SteppingAgent(), FakeClock()
+    gpus, cores = Resource(gpu=1, cpu=1), Resource(cpu=8)
+    specs = [
+        spec_of(agent, "gpus", resource=gpus, run_resource=gpus),
+        spec_of(agent, "cores", resource=cores, run_resource=cores),
+    ]
+    pool = PlacementPool([NodeResource(node_ip="n", gpus=[], cpu=64, memory_gb=64)])
+    settings = EngineSettings(has_fixed_nodes=False)
+    async with running_engine(*specs, pool=pool, settings=settings, clock=clock) as harness:
+        pool.add_node(NodeResource(node_ip="m", gpus=list(range(8)), cpu=64, memory_gb=64))
+        harness.engine.nodes_have_changed()
+        for namespace, task_type in (("a", "gpus"), ("b", "cores")):
+            tasks = [task_of(f"{namespace} {n}", task_type) for n in range(200)]
+            await harness.submit(tasks, 1, namespace=namespace)
+        await settle()
+        shares = harness.engine._admission._shares
+        held = {name: account.held for name, account in shares._accounts.items()}
+        assert held["a"] == pytest.approx(1.0), "all GPUs"
+        assert held["b"] == pytest.approx(1.0, abs=0.13), "all cores but those that the others hold"
+        pool.remove_node("m")
+        harness.engine.nodes_have_changed()
+        pool.remove_node("n")
+        assert harness.engine.can_lease is False, "no node takes anything new"
+        pool.resume_node("n")
+        assert shares._accounts["b"].held == pytest.approx(held["b"] * 2, abs=0.01), "of half of the cores"
+
+
 async def test_evals_are_weighed_inside_their_namespace() -> None:
     """Evals of one trainer take of its own training, and not of another trainer."""
     agent, clock = SteppingAgent(), FakeClock()

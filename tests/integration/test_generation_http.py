@@ -223,6 +223,8 @@ async def test_bodies_and_paths_that_are_none() -> None:
         client = episode.client
         assert episode.refusal_of(await client.ask([says("user", "x" * 2_000)]))[:2] == (413, "too_large")
         assert episode.refusal_of(await client.post("/chat/completions", data=b"{"))[:2] == (400, "invalid_json")
+        unpacked = await client.post("/chat/completions", data=b"plain", headers={"Content-Encoding": "gzip"})
+        assert episode.refusal_of(unpacked)[:2] == (400, "invalid_body")
         assert episode.refusal_of(await client.post("/completions", json={}))[:2] == (404, "unknown_url")
         assert episode.refusal_of(await client.get("/chat/completions"))[0] == 405
         refused = episode.refusal_of(await client.ask(HELLO, stream=True))

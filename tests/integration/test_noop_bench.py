@@ -44,3 +44,16 @@ def test_the_restore_benchmark_in_small(tmp_path: Path) -> None:
     reports = json.loads(report_file.read_text(encoding="utf-8"))
     assert [report["store"] for report in reports] == ["waiting", "done", "waiting, checkpoint"]
     assert all(report["restore_seconds"] > 0 for report in reports)
+
+
+def test_the_cost_of_a_task_in_small() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benches/task_cost.py"), "--rounds", "1"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " µs a task, median " in done.stdout

@@ -18,9 +18,11 @@ from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import AttemptState, Outcome, TaskState
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import RunnerStartError
+from py_scheduler.execution import child_runner
 from py_scheduler.placement import PlacementPool
 from tests.support.children import Children, Pipe, children, is_there, quick, runner_settings, until
 from tests.support.controlled_model import ControlledModel
+from tests.support.fake_clock import FakeClock, settle
 from tests.support.harness import samples_in, task_of
 
 if TYPE_CHECKING:
@@ -83,6 +85,54 @@ async def test_what_kills_its_runner_each_time_is_quarantined_and_its_siblings_f
         assert sum(task.state is TaskState.SUCCEEDED for task in done.values()) == 6
 
 
+@pytest.mark.parametrize(
+    ("prompt", "state", "told"),
+    [
+        ("leave_a_daemon 5", AttemptState.LOST, "exit status 5"),
+        ("close_everything", AttemptState.LOST, ""),
+        ("talk_nonsense 0000000568656c6c6f", AttemptState.LOST, "it said what no runner says"),
+        ("talk_nonsense ffffffff00", AttemptState.LOST, ""),
+        ("say_too_much", AttemptState.FAILED, "at most 2000 can be sent"),
+        ("speak_oddly", AttemptState.FAILED, "OddError"),
+        ("open_nothing_more", AttemptState.SUCCEEDED, ""),
+        ("print", AttemptState.SUCCEEDED, ""),
+    ],
+)
+async def test_whatever_a_handler_does_to_its_process_its_attempt_ends_and_the_next_is_played(
+    prompt: str, state: AttemptState, told: str
+) -> None:
+    async with asyncio.timeout(30), children(settings=ONE) as harness:
+        none = RetryPolicy(max_loss_retries=0)
+        odd, *others = await attempts_of(harness, await harness.submit([task_of(prompt, retry=none), task_of("fine")]))
+        assert (odd[0], others[0][0]) == (state, AttemptState.SUCCEEDED)
+        assert told in odd[1]
+
+
+async def test_a_child_that_stands_still_is_replaced_before_it_is_given_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_runner, "_PING_SECONDS", 0.3)
+    async with children(settings=ONE) as harness:
+        (pid,) = harness.pids
+        os.kill(pid, signal.SIGSTOP)
+        playing = asyncio.create_task(play(harness, "fine"))
+        await until(lambda: not is_there(pid))
+        # Who comes in its place may take its time.
+        monkeypatch.setattr(child_runner, "_PING_SECONDS", 60.0)
+        assert (await playing).outcome is Outcome.SOLVED
+        (view,) = harness.runner.views()
+        assert "it did not say that it was alive" in view.message
+
+
+async def test_a_busy_child_that_stands_still_is_killed_at_its_timeout(tmp_path: Path) -> None:
+    pipe, clock = Pipe(tmp_path / "pipe"), FakeClock()
+    async with children(settings=ONE, spec={"run_timeout_seconds": 1.0}, clock=clock) as harness:
+        reply = await harness.submit([task_of(f"wait {pipe}"), task_of("fine")])
+        os.kill(await pipe.told(), signal.SIGSTOP)
+        await clock.advance(1.0)
+        await clock.advance(0.5)
+        states = [state for state, _ in await attempts_of(harness, reply)]
+        assert states == [AttemptState.TIMED_OUT, AttemptState.SUCCEEDED]
+
+
 async def test_a_child_killed_while_it_idles_costs_nothing() -> None:
     async with children(settings=ONE) as harness:
         for _ in range(3):
@@ -96,14 +146,18 @@ async def test_a_child_killed_while_it_idles_costs_nothing() -> None:
 
 @pytest.mark.parametrize("prompt", ["block", "refuse_to_stop"])
 async def test_a_child_that_ignores_a_stop_is_killed_and_its_token_comes_back(tmp_path: Path, prompt: str) -> None:
-    pipe = Pipe(tmp_path / "pipe")
+    pipe, clock = Pipe(tmp_path / "pipe"), FakeClock()
     pool = PlacementPool([NodeResource(node_ip="10.0.0.1", gpus=[], cpu=1, memory_gb=1)])
     spec = {"run_resource": Resource(cpu=1.0), "resource": Resource(cpu=1.0, concurrency=1)}
-    async with children(settings=ONE, pool=pool, spec=spec, first_key=("", ())) as harness:
+    async with children(settings=ONE, pool=pool, spec=spec, first_key=("", ()), clock=clock) as harness:
         reply = await harness.submit([task_of(f"{prompt} {pipe}")])
         pid = await pipe.told()
         later = await harness.submit([task_of("fine")], batch_id=1)
-        answer = await harness.engine.abort(AbortRequest(selector=harness.selector(reply), wait=True))
+        stop = AbortRequest(selector=harness.selector(reply), wait=True)
+        stopping = asyncio.create_task(harness.engine.abort(stop))
+        await settle()
+        await clock.advance(0.5)
+        answer = await stopping
         assert answer.still_stopping == (), "nothing is stranded"
         assert not is_there(pid)
         (sample,) = await harness.samples(reply)
@@ -113,12 +167,16 @@ async def test_a_child_that_ignores_a_stop_is_killed_and_its_token_comes_back(tm
 
 
 async def test_a_blocking_handler_times_out_and_its_retry_runs_in_another_child(tmp_path: Path) -> None:
-    pipe = Pipe(tmp_path / "pipe")
-    spec = {"run_timeout_seconds": 0.3}
-    async with children(settings=ONE, spec=spec) as harness:
+    pipe, clock = Pipe(tmp_path / "pipe"), FakeClock()
+    spec, at_once = {"run_timeout_seconds": 1.5}, quick(retry_backoff_seconds=0.0)
+    async with children(settings=ONE, spec=spec, clock=clock, engine_settings=at_once) as harness:
         retry = RetryPolicy(max_failure_retries=1)
         reply = await harness.submit([task_of(f"block {pipe}", retry=retry)])
-        pids = [await pipe.told(), await pipe.told()]
+        pids = []
+        for _ in range(2):
+            pids.append(await pipe.told())
+            await clock.advance(1.5)
+            await clock.advance(0.5)
         assert len(set(pids)) == 2
         assert [state for state, _ in await attempts_of(harness, reply)] == [AttemptState.TIMED_OUT] * 2
         (sample,) = await harness.samples(reply)
@@ -126,11 +184,13 @@ async def test_a_blocking_handler_times_out_and_its_retry_runs_in_another_child(
 
 
 async def test_a_group_scorer_that_blocks_is_killed(tmp_path: Path) -> None:
-    pipe = Pipe(tmp_path / "pipe")
-    spec = {"eval_timeout_seconds": 1.0}
-    async with children("tests.support.child_handlers:RankingChild", settings=ONE, spec=spec) as harness:
+    pipe, clock = Pipe(tmp_path / "pipe"), FakeClock()
+    spec, ranking = {"eval_timeout_seconds": 1.0}, "tests.support.child_handlers:RankingChild"
+    async with children(ranking, settings=ONE, spec=spec, clock=clock) as harness:
         reply = await harness.submit([task_of(f"fine block {pipe}")])
         pid = await pipe.told()
+        await clock.advance(1.0)
+        await clock.advance(0.5)
         (done,) = (await harness.done(reply)).values()
         assert done.state is TaskState.FAILED
         assert "eval_timeout_seconds" in done.reason

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING
 
+import pytest
+
 from py_scheduler.adapters.memory_journal import MemoryJournal
+from py_scheduler.adapters.sqlite_journal import SqliteJournal
 from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.requests import EventFilter
 from py_scheduler.domain.results import AttemptState, TaskState
 from tests.support.fake_clock import FakeClock, settle
 from tests.support.handlers import GatedAgent, ScriptedAgent, SolvingAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
+from tests.support.journal_store import Store
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.requests import SubmitReply
 
@@ -76,6 +83,61 @@ async def test_a_task_deadline_goes_on_counting() -> None:
         await clock.advance(11)
         (done,) = (await harness.done(reply)).values()
     assert done.reason == "task_deadline_seconds (60) passed"
+
+
+@pytest.mark.parametrize("jumped_seconds", [3_600.0, -3_600.0])
+async def test_a_task_deadline_goes_on_counting_wherever_the_wall_clock_jumps(jumped_seconds: float) -> None:
+    journal, clock = Store(), FakeClock()
+    async with running_engine(spec_of(GatedAgent()), journal=journal, clock=clock) as harness:
+        reply = await harness.submit([task_of("slow", task_deadline_seconds=60.0)])
+        await harness.until_started(reply, 1)
+        await harness.engine._checkpoints.take()
+    clock.jumped_seconds = jumped_seconds
+    await clock.advance(50)
+    async with running_engine(spec_of(GatedAgent()), journal=journal, clock=clock) as harness:
+        await clock.advance(9)
+        assert harness.engine.submission(harness.selector(reply)).open_tasks == 1, "not early"
+        await clock.advance(2)
+        (done,) = (await harness.done(reply)).values()
+    assert done.reason == "task_deadline_seconds (60) passed"
+
+
+async def test_after_a_boot_a_task_deadline_counts_by_the_wall_clock() -> None:
+    journal, clock = SurvivingJournal(), FakeClock()
+    async with running_engine(spec_of(GatedAgent()), journal=journal, clock=clock) as harness:
+        reply = await harness.submit([task_of("slow", task_deadline_seconds=60.0)])
+    clock.boot_id = b"the next"
+    clock.jumped_seconds = 50.0 + clock.now
+    clock.now = 0.0
+    async with running_engine(spec_of(GatedAgent()), journal=journal, clock=clock) as harness:
+        await clock.advance(9)
+        assert harness.engine.submission(harness.selector(reply)).open_tasks == 1
+        await clock.advance(2)
+        (done,) = (await harness.done(reply)).values()
+    assert done.reason == "task_deadline_seconds (60) passed"
+
+
+async def test_a_start_that_is_cancelled_while_the_store_is_opened_leaves_it_free(tmp_path: Path) -> None:
+    begun, may_open = threading.Event(), threading.Event()
+
+    class SlowJournal(SqliteJournal):
+        def open(self) -> None:
+            begun.set()
+            may_open.wait(10)
+            super().open()
+
+    async def start() -> None:
+        async with running_engine(spec_of(SolvingAgent()), journal=SlowJournal(tmp_path)):
+            raise AssertionError("it was cancelled before")
+
+    starting = asyncio.create_task(start())
+    await asyncio.to_thread(begun.wait)
+    starting.cancel()
+    await settle()
+    may_open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    SqliteJournal(tmp_path).open()
 
 
 async def test_a_drained_engine_leaves_what_waits_to_the_next_one() -> None:

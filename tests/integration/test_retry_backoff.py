@@ -62,4 +62,5 @@ async def test_an_abort_ends_what_waits_and_it_never_runs() -> None:
         assert done.state is TaskState.ABORTED
         assert harness.engine.submission(harness.selector(reply)).waiting == ()
         await clock.advance(60)
+        assert harness.engine._supervisor.backoffs._waiting == {}, "nor is it remembered"
     assert agent.begun["down"] == 1

@@ -1,4 +1,4 @@
-"""`py-scheduler runners` of a server with process runners: who is at what."""
+"""`py-scheduler runners` and `abort` of a server with process runners: who is at what, and what is left."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from py_scheduler.client import SchedulerClient
 from py_scheduler.domain.events import AttemptStarted
 from py_scheduler.domain.task import Task, TaskConfig
+from tests.support.children import Pipe
 from tests.support.served_process import ROOT, served_process
 
 if TYPE_CHECKING:
@@ -26,21 +27,18 @@ runner_settings = { min_runners = 2, max_runners = 2 }
 """
 
 
+async def command(*arguments: str) -> str:
+    """What `py-scheduler` prints."""
+    program = [sys.executable, "-m", "py_scheduler.cli", *arguments]
+    process = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return out.decode()
+
+
 async def runners_of(address: str) -> list[dict[str, str]]:
     """The rows of the table, by the names of its columns."""
-    command = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "py_scheduler.cli",
-        "runners",
-        "--target",
-        address,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-    )
-    out, _ = await command.communicate()
-    assert command.returncode == 0
-    header, _, *rows = out.decode().splitlines()
+    header, _, *rows = (await command("runners", "--target", address)).splitlines()
     columns = [cell.strip() for cell in header.split(" | ")]
     return [dict(zip(columns, (cell.strip() for cell in row.split(" | ")), strict=False)) for row in rows]
 
@@ -63,3 +61,20 @@ async def test_each_runner_and_what_it_is_at(tmp_path: Path) -> None:
         assert list(state.values()) == ["7/math/0/0"]
         await client.abort_batch("7/math")
         assert {row["state"] for row in await runners_of(served.address)} <= {"idle", "starting"}
+
+
+async def test_what_a_handler_shows_and_an_abort_that_keeps_and_restarts(tmp_path: Path) -> None:
+    config, pipe = tmp_path / "scheduler.toml", Pipe(tmp_path / "pipe")
+    config.write_text(CONFIG.replace("collected_handlers:Prompted", "child_handlers:OddAgent"))
+    async with served_process(config) as served, SchedulerClient(served.address) as client:
+        parts = TaskConfig(task_type="workflow", repeat_times=2, max_samples_per_subtask=1)
+        await client.schedule([Task(config=parts, prompt=f"show_second {pipe}")], 1)
+        pid = await pipe.told()
+        (row,) = [row for row in await runners_of(served.address) if row["pid"] == str(pid)]
+        assert (row["workflow_id"], row["turn"], row["mood"]) == ("1/0/1", "3", "? odd")
+        said = await command("abort", "1", "--keep-partial", "--restart-runners", "--target", served.address)
+        assert said == "1 tasks aborted\n"
+        (result,) = (await client.drain(1)).results
+        assert (result.completed_runs, result.total_runs) == (1, 2)
+        assert pid not in {view.pid for view in await client.list_runners()}
+        assert await client.get_key_state("turn") == {}

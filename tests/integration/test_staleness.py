@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from py_scheduler.domain.evaluator import Episode
+    from py_scheduler.domain.ports import Journal
     from py_scheduler.domain.requests import SubmitReply
 
 
@@ -83,7 +84,7 @@ class Training:
 async def training(
     max_staleness: int = 1,
     *,
-    journal: SurvivingJournal | None = None,
+    journal: Journal | None = None,
     model: ControlledModel | None = None,
     spec: dict[str, Any] | None = None,
     **settings: Any,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,15 @@ class Deaf(Echo):
                 continue
 
 
+class Generating(Echo):
+    """Asks the student once."""
+
+    async def run(self, episode: Episode) -> AgentResult:
+        episode.observe([0, 1, 2])
+        await episode.generate()
+        return AgentResult()
+
+
 class Stubborn(Echo):
     """Ignores every cancel until it is let go."""
 
@@ -139,6 +149,14 @@ class Blocking(Echo):
         return AgentResult()
 
 
+class Unreachable(Blocking):
+    """The thread that it blocks hears of no signal, as when one came just before."""
+
+    async def run(self, episode: Episode) -> AgentResult:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        return await super().run(episode)
+
+
 class Broken(Echo):
     def __init__(self) -> None:
         message = "no licence"
@@ -173,3 +191,22 @@ class Napping(Echo):
 
 class NoAgent:
     pass
+
+
+class Delivering(Echo):
+    """Has tokens and a payload. "generate": tokens of the language model too; "slow": but for its first sample, over
+    when there is a file `gate`.
+    """
+
+    def __init__(self, gate: str = "") -> None:
+        super().__init__()
+        self._gate = Path(gate)
+
+    async def run(self, episode: Episode) -> AgentResult:
+        prompt = episode.sample.task.prompt
+        episode.observe([1, 2, 3 + episode.sample.sample_no], prompt)
+        if prompt == "generate":
+            await episode.generate()
+        while prompt == "slow" and episode.sample.sample_no and not self._gate.exists():  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        return AgentResult(answer=prompt, payload=f"{prompt} {episode.sample.sample_no};".encode())

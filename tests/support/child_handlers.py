@@ -1,6 +1,6 @@
 """A handler for children: what it does is said by the task's prompt, word by word.
 
-What the test waits for comes through a named pipe, so that nobody sleeps: opening one waits for the other end.
+What the test waits for comes through a named pipe, so that nobody sleeps.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from py_scheduler.adapters import _frames
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.generation import ChatMessage
 from py_scheduler.domain.results import AgentResult, Reward
@@ -21,19 +24,20 @@ from py_scheduler.errors import ContextOverflowError, GenerationError
 from tests.support.chat_client import ChatClient, converse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from py_scheduler.domain.evaluator import Episode
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.domain.task import Task
 
 _MIB = 1 << 20
+TOLD_BYTES = 8
 LEAKED: list[bytes] = []
 
 
 def tell(pipe: str) -> None:
-    """Blocks until the test reads."""
-    Path(pipe).write_text(str(os.getpid()), encoding="ascii")
+    """Which process it is that has come here."""
+    Path(pipe).write_text(f"{os.getpid():{TOLD_BYTES}}", encoding="ascii")
 
 
 class OddAgent(BaseAgent):
@@ -55,6 +59,8 @@ class OddAgent(BaseAgent):
         name, *words = episode.sample.task.prompt.split()
         self.played += 1
         said = await getattr(self, f"do_{name}")(episode, *words)
+        if isinstance(said, AgentResult):
+            return said
         return AgentResult(termination_reason=said or "", answer=self.greeting, reward_inputs={"odd": object()})
 
     async def eval(self, episode: Episode, result: AgentResult) -> Reward:
@@ -98,12 +104,71 @@ class OddAgent(BaseAgent):
         time.sleep(3600)
 
     async def do_refuse_to_stop(self, episode: Episode, pipe: str) -> None:
-        await asyncio.to_thread(tell, pipe)
+        tell(pipe)  # Not in a thread: a stop that came while it is waited for would be obeyed.
         while True:
             try:
                 await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 pass
+
+    async def do_return_late(self, episode: Episode) -> AgentResult:
+        """Attempt 1 takes its stop for a reason to return."""
+        said = f"attempt {episode.attempt_no}"
+        try:
+            await asyncio.sleep(3600 if episode.attempt_no == 1 else 0)
+        except asyncio.CancelledError:
+            pass
+        return AgentResult(
+            termination_reason=said,
+            reward_inputs={"odd": object()},
+            metrics={"attempt": float(episode.attempt_no)},
+            payload=said.encode(),
+        )
+
+    async def do_leave_a_daemon(self, episode: Episode, status: str) -> None:
+        """It has a session of its own, where no kill of its parent's reaches it, and holds what that had open."""
+        if os.fork() == 0:
+            os.setsid()
+            signal.alarm(20)
+            signal.pause()
+        os._exit(int(status))
+
+    async def do_say_too_much(self, episode: Episode) -> str:
+        vars(_frames)["MAX_FRAME_BYTES"] = 2_000
+        return "word " * 1_000
+
+    async def do_open_nothing_more(self, episode: Episode) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    async def do_close_everything(self, episode: Episode) -> None:
+        os.closerange(0, 100)
+        await asyncio.Event().wait()
+
+    async def do_talk_nonsense(self, episode: Episode, frame: str) -> None:
+        for descriptor in range(3, 100):
+            try:
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, bytes.fromhex(frame))
+            except OSError:
+                pass
+        await asyncio.Event().wait()
+
+    async def do_print(self, episode: Episode) -> None:
+        os.write(1, b"on its own standard output")
+        sys.stdout.write("likewise")
+
+    async def do_speak_oddly(self, episode: Episode) -> None:
+        class OddError(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError("it has no words")
+
+        raise OddError
+
+    async def do_show_second(self, episode: Episode, pipe: str) -> None:
+        if episode.sample.sample_no == 1:
+            episode.show("turn", 3)
+            episode.show("mood", "\ud800 odd")
+            await self.do_wait(episode, pipe)
 
     async def do_leak(self, episode: Episode, mib: str) -> None:
         LEAKED.append(os.urandom(_MIB) * int(mib))
@@ -148,6 +213,16 @@ class OddAgent(BaseAgent):
                 episode.observe(wrong)  # type: ignore[arg-type]
             except (ValueError, TypeError, OverflowError) as error:
                 faults.append(type(error).__name__)
+        misuses: list[Callable[[], None]] = [
+            lambda: episode.observe([1], 5),  # type: ignore[arg-type]
+            lambda: episode.show(5, "a"),  # type: ignore[arg-type]
+            lambda: episode.show("\n", "a"),
+        ]
+        for number, misuse in enumerate(misuses):
+            try:
+                misuse()
+            except (ValueError, TypeError):
+                faults.append(f"{number} refused")
         try:
             await episode.generate(role="nobody")
         except Exception as error:  # noqa: BLE001

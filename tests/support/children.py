@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from py_scheduler.execution.child_runner import ANYWHERE, ChildRunner
 from py_scheduler.handlers import handler_elsewhere
 from py_scheduler.rollout.environment import variables
 from py_scheduler.scheduler.settings import EngineSettings
+from tests.support.child_handlers import TOLD_BYTES
 from tests.support.handlers import spec_of
 from tests.support.harness import Harness, running_engine
 
@@ -27,15 +29,25 @@ AGENT = "tests.support.child_handlers:OddAgent"
 
 
 class Pipe:
-    """What a handler tells through `child_handlers.tell`."""
+    """What handlers tell through `child_handlers.tell`, in that order; it stays until it is asked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         os.mkfifo(path)
+        # Both ends: so nobody waits to open it, and a child that is killed takes nothing along.
+        self._ends = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        weakref.finalize(self, os.close, self._ends)
 
     async def told(self) -> int:
         """The process id of the child that says it."""
-        return int(await asyncio.to_thread(self.path.read_text, encoding="ascii"))
+        loop, is_there = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._ends, is_there.set)
+        try:
+            async with asyncio.timeout(60):
+                await is_there.wait()
+        finally:
+            loop.remove_reader(self._ends)
+        return int(os.read(self._ends, TOLD_BYTES))
 
     def __str__(self) -> str:
         return str(self.path)

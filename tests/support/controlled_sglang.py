@@ -36,6 +36,9 @@ class ControlledSglang:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.breaks_connections = 0
         """So many control calls get no answer, after they had their effect."""
+        self.may_answer = asyncio.Event()
+        """Until it is set, control calls have their effect and get no answer."""
+        self.may_answer.set()
         self.is_paused = False
         self.stands_still = False
         """As in modes retract and in_place: aborts take no effect either."""
@@ -148,6 +151,7 @@ class ControlledSglang:
             "update_weights_from_disk": self._update,
         }[name](body)
         await self._tell()
+        await self.may_answer.wait()
         if self.breaks_connections and request.transport is not None:
             self.breaks_connections -= 1
             request.transport.abort()
@@ -158,19 +162,19 @@ class ControlledSglang:
             self.is_paused = True
             if body["mode"] != "abort":
                 self.stands_still, self.keeps_cache = True, body["mode"] == "in_place"
-                return web.Response()
+                return _obeyed()
             for flight in self.running.values():
                 flight.is_aborted = True
             await self._tell()
             # For ever, and with every later call behind it, when what runs stands still.
             async with self._changed:
                 await self._changed.wait_for(lambda: not self.running)
-        return web.Response()
+        return _obeyed()
 
     async def _continue(self, _: dict[str, Any]) -> web.Response:
         async with self._pausing:
             self.is_paused = self.stands_still = self.keeps_cache = False
-        return web.Response()
+        return _obeyed()
 
     async def _update(self, body: dict[str, Any]) -> web.Response:
         if not body["model_path"].startswith("/weights/"):
@@ -183,6 +187,10 @@ class ControlledSglang:
             message = "Weights were updated, but the cache was not flushed"
             return web.json_response({"success": False, "message": message}, status=400)
         return web.json_response({"success": True, "message": "Succeeded"})
+
+
+def _obeyed() -> web.Response:
+    return web.json_response({"message": "Succeeded", "status": "ok"})
 
 
 def _event(body: dict[str, Any], versions: list[str], reason: dict[str, Any] | None) -> dict[str, Any]:

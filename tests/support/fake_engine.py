@@ -70,6 +70,9 @@ class FakeEngine:
         self.info = ServerInfo(version="", evaluators=(), engines=(), nodes=())
         self.open_watches = 0
         self.oldest_sequence = 1
+        self.can_record = True
+        self.can_lease = True
+        self.can_generate = True
         self._pulse = asyncio.Event()
         self._finish_at_once = finish_at_once
         self._replies: dict[str, SubmitReply] = {}
@@ -157,7 +160,7 @@ class FakeEngine:
         self._maybe_fail()
         self.acknowledged_results.append((namespace, request_id))
 
-    async def discard_submission(self, selector: SubmissionSelector) -> None:
+    async def discard_submission(self, selector: SubmissionSelector, request_id: str = "") -> None:
         self._maybe_fail()
         self.discarded.append(selector)
 

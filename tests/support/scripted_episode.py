@@ -51,6 +51,8 @@ class ScriptedEpisode:
     def api_socket(self) -> str:
         raise NotImplementedError
 
+    def show(self, key: str, value: object) -> None: ...
+
     def choose_role(self) -> str:
         return "student"
 

@@ -15,7 +15,9 @@ import msgspec
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 VOCAB_SIZE = 512
 INPUT_MARGIN = 4
@@ -43,6 +45,8 @@ class Script:
     """Nothing is generated before it is set."""
     finish: dict[str, Any] | None = None
     weight_versions: list[dict[str, Any]] | None = None
+    event: bytes | None = None
+    """Sent in place of anything that is generated."""
     misaligned_after: int | None = None
     """The log-probs of tokens from this one on are those of other tokens."""
 
@@ -87,12 +91,14 @@ class ScriptedSglang:
     """What the chat template puts behind a conversation, for the answer to go on from."""
     is_paused: bool = False
     """It holds only the question for its vocabulary: what else it is to hold, scripts say."""
+    nonsense: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    """By path: status and body of every answer, whatever is asked."""
     health_questions: int = 0
     vocabulary_questions: int = 0
 
     async def __aenter__(self) -> Self:
         self._changed = asyncio.Event()
-        app = web.Application()
+        app = web.Application(middlewares=[self._unless_nonsense])
         self._add_calls(app)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1, access_log=None)
         await self._runner.setup()
@@ -133,6 +139,13 @@ class ScriptedSglang:
         return [body["rid"] for body in self.bodies]
 
     # -- endpoints
+
+    @web.middleware
+    async def _unless_nonsense(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in self.nonsense:
+            status, body = self.nonsense[request.path]
+            return web.Response(status=status, body=body, content_type="text/html")
+        return await handler(request)
 
     async def _model_info(self, _request: web.Request) -> web.Response:
         return web.json_response(
@@ -249,6 +262,9 @@ class ScriptedSglang:
         aborted: asyncio.Event,
     ) -> bool:
         """False when the stream was dropped or ended early."""
+        if script.event is not None:
+            await response.write(b"data: " + script.event + b"\n\n")
+            return True
         wanted = body["sampling_params"]["max_new_tokens"]
         silence = asyncio.Event() if script.deaf else aborted
         if script.gate is not None and not await _first(script.gate, silence):
@@ -272,6 +288,11 @@ class ScriptedSglang:
         return True
 
 
+def ids(count: int) -> list[int]:
+    """Of the first so many tokens that it generates."""
+    return [FIRST_TOKEN + i for i in range(count)]
+
+
 async def _first(gate: asyncio.Event, aborted: asyncio.Event) -> bool:
     """True when the gate opened, False when the abort came first."""
     waits = [asyncio.ensure_future(event.wait()) for event in (gate, aborted)]
@@ -285,7 +306,7 @@ async def _first(gate: asyncio.Event, aborted: asyncio.Event) -> bool:
 
 def _event(body: dict[str, Any], count: int, finish: dict[str, Any] | None, script: Script) -> dict[str, Any]:
     """Cumulative, as SGLang streams: token i is FIRST_TOKEN + i, its log-prob -i / 100, its text `ti`."""
-    ids = [FIRST_TOKEN + i for i in range(count)]
+    token_ids = ids(count)
     meta: dict[str, Any] = {
         "id": body["rid"],
         "finish_reason": finish,
@@ -293,14 +314,14 @@ def _event(body: dict[str, Any], count: int, finish: dict[str, Any] | None, scri
         "completion_tokens": count,
         "cached_tokens": 1,
         "weight_version": "default",
-        "output_token_logprobs": [[-i / 100, token_id, None] for i, token_id in enumerate(ids)],
+        "output_token_logprobs": [[-i / 100, token_id, None] for i, token_id in enumerate(token_ids)],
     }
     if script.misaligned_after is not None:
         for entry in meta["output_token_logprobs"][script.misaligned_after :]:
             entry[1] += 1
     if script.weight_versions is not None:
         meta["weight_versions"] = script.weight_versions
-    return {"text": "".join(f"t{i}" for i in range(count)), "output_ids": ids, "meta_info": meta}
+    return {"text": "".join(f"t{i}" for i in range(count)), "output_ids": token_ids, "meta_info": meta}
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

@@ -69,4 +69,5 @@ def test_who_never_acknowledges_costs_no_more_than_what_is_kept() -> None:
         read.count([record_of(number, "a", number, 100)])
         read.forget_before(number - 100)
     assert len(read._readers) < 3_000
+    assert len(read._oldest) < 3_000
     assert read.bytes_in("a", 19_901) == 10_000

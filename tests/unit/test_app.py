@@ -229,5 +229,6 @@ async def test_a_budget_that_outgrows_the_cluster_is_told_with_both_numbers(
 def test_the_watchdog_leaves_room_for_drain_grace_and_the_rest() -> None:
     config = Config()
     assert app.stop_limit_seconds(config) >= config.server.drain_seconds + config.scheduler.stop_grace_seconds + 5
+    assert app.stop_limit_seconds(config) <= 30, "by default, whatever is under way"
     longer = parse_config(STUBBORN.replace("0.1", "300.0"))
     assert app.stop_limit_seconds(longer) > 300

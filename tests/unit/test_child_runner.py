@@ -67,6 +67,7 @@ class FakeHost:
         self.gate = asyncio.Event()
         self.gate.set()
         self.unfit = ""
+        self.broken: Exception | None = None
         self.launched: list[tuple[RunnerKey, FakeChild]] = []
         self.starting = self.peak = 0
 
@@ -84,6 +85,8 @@ class FakeHost:
             await self.gate.wait()
         finally:
             self.starting -= 1
+        if self.broken is not None:
+            raise self.broken
         child = FakeChild(len(self.launched), self.unfit)
         self.launched.append((key, child))
         return child
@@ -147,6 +150,20 @@ async def test_a_start_that_fails_is_tried_again_at_once_and_then_after_a_backof
     await rig.runner.close()
 
 
+async def test_whatever_keeps_a_host_from_a_start_the_place_is_tried_again() -> None:
+    rig = Rig(max_runners=1, prepare_max_retries=0)
+    rig.host.broken = OSError(24, "Too many open files")
+    seat = rig.take()
+    await settle()
+    assert rig.states == [RunnerState.FAILED]
+    assert rig.runner.views()[0].message == "OSError: [Errno 24] Too many open files"
+    rig.host.broken = None
+    await rig.clock.advance(1.0)
+    (await seat).leave()
+    assert rig.states == [RunnerState.IDLE]
+    await rig.runner.close()
+
+
 async def test_a_failed_place_that_nobody_waits_for_is_given_up() -> None:
     rig = Rig()
     rig.host.unfit = "no model"
@@ -176,6 +193,21 @@ async def test_who_dies_before_it_is_pinged_is_replaced_and_costs_nothing() -> N
     rig.host.launched[0][1]._on_end("signal SIGKILL")
     (await seat).leave()
     assert [view.restarts for view in rig.runner.views()] == [1]
+    await rig.runner.close()
+
+
+async def test_a_child_that_leaves_when_it_is_asked_is_not_killed_later() -> None:
+    rig = Rig(max_runners=1, max_resident_mib=0.5)
+    (await rig.take()).leave()
+    child = rig.host.launched[0][1]
+    await settle()
+    assert (child.is_alive, rig.clock.live_timers) == (True, 1)
+    child.die("exit status 0")
+    await settle()
+    assert rig.clock.live_timers == 0
+    (await rig.take()).leave()
+    await rig.clock.advance(5.0)
+    assert not rig.host.launched[1][1].is_alive, "it did not leave"
     await rig.runner.close()
 
 

@@ -325,7 +325,10 @@ async def test_sigterm_lets_running_samples_finish_and_streams_end_with_a_cursor
     assert (code, "Traceback" in stderr) == (0, False)
 
 
-@pytest.mark.parametrize(("handler", "grace", "code", "within"), [("Deaf", 4.5, 0, 9.0), ("Blocking", 0.2, 1, 15.0)])
+@pytest.mark.parametrize(
+    ("handler", "grace", "code", "within"),
+    [("Deaf", 4.5, 0, 9.0), ("Blocking", 0.2, 1, 15.0), ("Unreachable", 0.2, 1, 15.0)],
+)
 @pytest.mark.slow
 async def test_a_handler_that_will_not_end_does_not_keep_the_process(
     started: Any, tmp_path: Path, handler: str, grace: float, code: int, within: float
@@ -339,7 +342,7 @@ async def test_a_handler_that_will_not_end_does_not_keep_the_process(
         submitting = asyncio.create_task(
             client.submit([Task(config=TaskConfig(task_type="echo"), prompt=str(begun))], 7)
         )
-        if handler == "Blocking":
+        if handler != "Deaf":
             while not begun.exists():  # noqa: ASYNC110 - no event can come from a server whose loop stands still
                 await asyncio.sleep(0.01)
             # It may stand still before the submit is answered: the handler begins while the journal is written.
@@ -397,6 +400,7 @@ def test_every_option_of_every_command_is_explained() -> None:
         "try-handler",
         "report",
         "token",
+        "journal",
         "knobs",
         "fetch-model",
         "version",
@@ -435,6 +439,23 @@ def test_no_command_and_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 2
     assert main(["status", "--target", "127.0.0.1:1"]) == 1
     assert "no py-scheduler answers at 127.0.0.1:1: start it with" in capsys.readouterr().err
+
+
+def test_a_tokens_file_is_left_alone_when_what_came_of_it_could_not_be_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens.toml"
+    arguments = ["token", "new", "alice", "--namespace", "a", "--to", str(file)]
+    assert main(arguments) == 0
+    assert file.stat().st_mode & 0o077 == 0
+    held = file.read_text()
+    assert main(arguments) != 0, "two of one name"
+    assert main(["token", "new", "bob", "--namespace", "a\nb", "--to", str(file)]) != 0
+    assert file.read_text() == held
+    file.write_text("alice = {")
+    assert main(["token", "new", "bob", "--namespace", "a", "--to", str(file)]) != 0
+    assert file.read_text() == "alice = {"
+    assert capsys.readouterr().out.count("shown this once") == 1, "none is shown that is good for nothing"
 
 
 def test_a_new_token_is_shown_once_and_its_line_lets_it_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,7 +150,11 @@ def test_only_an_evaluator_is_needed() -> None:
         (EVALUATOR + "[server.tls]\ncertificate = 'c'", "server.tls.key", "is missing"),
         (EVALUATOR + "[server.tls]\nclient_ca = 'c'", "server.tls.certificate", "is missing"),
         (EVALUATOR + "[gateway]\nlisten = '0.0.0.0:1'", "gateway.listen", "no TLS.*gateway.tls.certificate"),
-        (EVALUATOR + "[namespace.a]\nweight = 0", "namespace.a.weight", "> 0"),
+        (EVALUATOR + "[namespace.a]\nweight = 0", "namespace.a.weight", ">= 1e-06"),
+        (EVALUATOR + "[namespace.a]\nweight = nan", "namespace.a.weight", ">= 1e-06"),
+        (EVALUATOR + "[namespace.a]\nweight = 5e-324", "namespace.a.weight", ">= 1e-06"),
+        (EVALUATOR + "[namespace.a]\nweight = 1e308", "namespace.a.weight", "<= 1000000"),
+        (EVALUATOR + "[namespace.'*']\nweight = 2", "namespace.*", "a table for each"),
         (EVALUATOR + "[namespace.a]\nwieght = 2", "namespace.a.wieght", "did you mean weight"),
         (EVALUATOR + "[namespace.a]\nmax_queued_tasks = 0", "namespace.a.max_queued_tasks", ">= 1"),
         (EVALUATOR + "[server]\nmax_message_bytes = 1", "server.max_message_bytes", "must be `int` >= 65536"),
@@ -216,7 +220,7 @@ def test_only_an_evaluator_is_needed() -> None:
         (EVALUATOR + "[stopping]\nmax_turns = 0", "stopping.max_turns", "at least 1"),
         (EVALUATOR + "[generation]\nstudent = 3", "generation.student", "must be a table"),
         ("evaluator = 3", "evaluator", r"\[\[evaluator\]\]"),
-        ("[[evaluator]]\nhandler = 'a:B'", "evaluator[0].evaluator_id", "is missing"),
+        ("[[evaluator]]\nhandler = 'a:B'\nresource = { concurrency = 1 }", "evaluator[0].evaluator_id", "is missing"),
         (EVALUATOR + "handlr = 1", "evaluator[0].handlr", "did you mean handler"),
         (EVALUATOR + "run_resource = { gpus = 1 }", "evaluator[0].run_resource.gpus", "did you mean gpu"),
         (EVALUATOR + "run_resource = { gpu = -1 }", "evaluator[0].run_resource.gpu", "not negative"),
@@ -323,11 +327,16 @@ def test_the_faults_of_all_tables_of_the_loop_are_told_at_once() -> None:
 
 
 def test_all_faults_are_told_at_once() -> None:
-    text = EVALUATOR + "bad = 1\n[[evaluator]]\n[server]\nlissen = 1\n[sampling]\ntop_p = 'x'\n[other]\n"
+    text = EVALUATOR + "bad = 1\n[[evaluator]]\nhandler = 3\n[server]\nlissen = 1\nmax_streams = 0\nlisten = 5\n"
+    text += "[sampling]\ntop_p = 'x'\n[other]\n"
     assert set(faults_of(text)) == {
         "evaluator[0].bad",
         "evaluator[1].evaluator_id",
+        "evaluator[1].resource",
+        "evaluator[1].handler",
         "server.lissen",
+        "server.max_streams",
+        "server.listen",
         "sampling.top_p",
         "other",
     }

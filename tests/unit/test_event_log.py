@@ -253,3 +253,13 @@ async def test_the_memory_journal_is_bounded(limits: dict[str, int]) -> None:
     assert [r.sequence for r in await journal.read(0, 3)] == [991, 992, 993]
     assert [r.sequence for r in await journal.read(998, 30)] == [999, 1_000]
     assert len(journal._records) <= 20
+
+
+async def test_submissions_that_nobody_ever_acknowledges_leave_nothing_when_the_journal_dropped_them() -> None:
+    log = EventLog(MemoryJournal(retained_events=100))
+    log.start(0)
+    for number in range(1, 10_001):
+        log.append(record(number, f"s{number}"))
+        log.flush()
+    read = log.acknowledgements
+    assert max(len(read._readers), len(read._oldest)) < 2_500

@@ -85,6 +85,15 @@ async def test_versions_that_differ_are_no_version() -> None:
         assert await fleet.weight_version() == ""
 
 
+async def test_one_that_does_not_say_its_version_stops_no_update() -> None:
+    async with controlled() as (fleet, _, first, second):
+        first.nonsense["/model_info"] = 500, b""
+        assert await fleet.weight_version() == "default"
+        second.nonsense["/model_info"] = 500, b""
+        with pytest.raises(EngineUnavailableError, match="answered 500"):
+            await fleet.weight_version()
+
+
 async def test_an_endpoint_that_missed_an_update_gets_it_before_any_traffic() -> None:
     async with controlled() as (fleet, clock, first, second):
         first.control_status = 500
@@ -134,6 +143,28 @@ async def test_a_call_that_no_endpoint_obeys_fails() -> None:
             await fleet.pause(PauseMode.ABORT)
         with pytest.raises(EngineUnavailableError, match="no endpoint is up"):
             await fleet.update_weights(weights("1"))
+
+
+async def test_a_pause_that_one_endpoint_refuses_leaves_none_paused() -> None:
+    async with controlled() as (fleet, _, first, second):
+        second.control_status = 400
+        with pytest.raises(EngineRejectedError):
+            await fleet.pause(PauseMode.RETRACT)
+        assert not first.is_paused
+        assert up(fleet) == [True, False], "nobody knows whether one that refuses everything is paused"
+        assert len((await fleet.generate(request())).token_ids) == 8
+
+
+async def test_what_obeyed_a_pause_that_failed_goes_on_before_it_is_up_again() -> None:
+    async with controlled() as (fleet, clock, first, second):
+        first.control_status = second.control_status = 500
+        with pytest.raises(EngineUnavailableError):
+            await fleet.pause(PauseMode.RETRACT)
+        first.is_paused = second.is_paused = True  # all but their answers
+        first.control_status = second.control_status = 200
+        await clock.advance(MAX_BACKOFF_SECONDS)
+        await eventually(lambda: up(fleet) == [True, True])
+        assert (first.is_paused, second.is_paused) == (False, False)
 
 
 async def test_a_pause_ends_also_when_nobody_is_there_to_hear_of_it() -> None:

@@ -14,6 +14,8 @@ from py_scheduler.errors import (
     EngineRejectedError,
     FailedPreconditionError,
 )
+from py_scheduler.execution.generation_gateway import GenerationGateway
+from tests.support.controlled_model import ControlledModel
 from tests.support.fake_clock import settle
 from tests.support.gateway_asking import (
     ALL_MODES,
@@ -184,3 +186,13 @@ async def test_a_wait_for_a_place_takes_time() -> None:
     await asking.model.step(10)
     await asyncio.gather(*tasks)
     assert clock.stops == 0
+
+
+def test_whether_anything_generates_is_what_the_engines_say_that_know() -> None:
+    assert not GenerationGateway({}).any_is_up
+    model = ControlledModel()
+    gateway = GenerationGateway({"student": model, "teacher": model})
+    assert gateway.any_is_up, "one that does not know counts"
+    for is_up in (False, True):
+        setattr(model, "is_up", is_up)  # noqa: B010 - it becomes an engine that knows
+        assert gateway.any_is_up == is_up

@@ -33,9 +33,11 @@ def circle() -> dict[str, Any]:
         (nested(3_000), "RecursionError"),
         (nested(65), "nested more than 64 deep"),
         (["\ud800"], "UnicodeEncodeError"),
+        (2**70, "OverflowError"),
+        ([{"n": -(2**63) - 1}], "OverflowError"),
         (np.array([object()]), "TypeError: object is no JSON value"),
     ],
-    ids=["object", "complex", "circle", "deep", "rather deep", "surrogate", "array of objects"],
+    ids=["object", "complex", "circle", "deep", "rather deep", "surrogate", "big", "big inside", "array of objects"],
 )
 def test_an_entry_that_json_cannot_carry_is_replaced_and_the_others_stay(odd: object, fault: str) -> None:
     details = msgspec.json.decode(details_json({"odd": odd, "good": [1, {"a": None}]}))
@@ -57,4 +59,8 @@ def test_numbers_of_numpy_are_numbers(number: object) -> None:
 
 
 def test_text_is_what_utf8_carries() -> None:
+    class Text(str):
+        __slots__ = ()
+
     assert safe_text("é \ud800") == "é ?"
+    assert type(safe_text(Text("plain"))) is str

@@ -20,7 +20,7 @@ def attempts(name: str, count: int = 1, batch_id: BatchId = 0) -> list[PlannedAt
             task=task_of(name),
             first_sample_no=number,
             sample_count=1,
-            submission_id="s",
+            submission_id=f"s {batch_id}",
             namespace="default",
             batch_key=sort_batch_id(batch_id),
             queued_at=0.0,
@@ -50,6 +50,17 @@ def test_batch_ids_in_their_order_then_arrival() -> None:
     for batch_id in ("other", 2, "1/eval", 1, 10, "1/a"):
         push(queue, str(batch_id), batch_id=batch_id, count=1 + len(str(batch_id)))
     assert admit_all(queue) == ["1", "1/eval", "1/a", "2", "10", "other"]
+
+
+def test_what_joins_a_batch_that_waits_stands_before_equal_batches_that_came_later() -> None:
+    queue = ReadyQueue(max_bypass=8)
+    batch_ids: list[BatchId] = ["1/b", "1/a", "1/b", 1, "1/a", "1/b"]
+    for number, batch_id in enumerate(batch_ids):
+        push(queue, f"{batch_id} {number}", batch_id=batch_id)
+    assert admit_all(queue) == ["1 3", "1/b 0", "1/b 2", "1/b 5", "1/a 1", "1/a 4"]
+    push(queue, "1/a 6", batch_id="1/a")
+    push(queue, "1/b 7", batch_id="1/b")
+    assert admit_all(queue) == ["1/a 6", "1/b 7"], "nothing of either waited"
 
 
 def test_a_refused_shape_is_passed_over_until_something_is_released() -> None:
@@ -99,7 +110,7 @@ def test_a_dropped_entry_is_gone_and_counts_against_nobody() -> None:
     assert ended is not None
     queue.drop(ended, 0.0)
     assert (len(queue), blocked.bypassed) == (2, 0)
-    assert [name_of(entry) for entry in queue.batches_of("s")] == ["blocked", "last"]
+    assert [name_of(entry) for entry in queue.batches_of("s 0")] == ["blocked", "last"]
     assert admit_all(queue) == ["last"]
     queue.unblock()
     assert admit_all(queue) == ["blocked"]

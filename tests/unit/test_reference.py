@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from py_scheduler.cli import _parser
+from py_scheduler.config import parse_config
 from py_scheduler.knobs import CONFIG, KNOBS
 
 ROOT = Path(__file__).parents[2]
@@ -108,16 +109,40 @@ def test_every_name_of_the_source_is_looked_up_here() -> None:
     assert {"--env-cluster-layout", "--save-eval-details"} <= flags & names
 
 
-def test_every_link_of_the_docs_and_the_readme_leads_to_a_file() -> None:
-    for page in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+EVALUATOR = '[[evaluator]]\nevaluator_id = "x"\nhandler = "m:C"\nresource = {}\n'
 
 
-def test_the_code_of_the_readme_is_whole_and_imports_what_there_is() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 5
-    for block in blocks:
+def page_id(page: Path) -> str:
+    return page.name
+
+
+def blocks_of(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as they are made where the pages are shown."""
+    headings = re.findall(r"(?m)^#+ (.+)$", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target, anchor in re.findall(
+        r"\]\((?!https?:|mailto:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")
+    ):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_code_of_a_page_is_whole_and_imports_what_there_is(page: Path) -> None:
+    for block in blocks_of(page, "python"):
         # Every name that a block uses it imports or makes, and uses what it imports.
         ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "--quiet", "-"]
         checked = subprocess.run(ruff, input=block, capture_output=True, text=True, check=False)
@@ -129,12 +154,54 @@ def test_the_code_of_the_readme_is_whole_and_imports_what_there_is() -> None:
             elif isinstance(node, ast.Import):
                 for alias in node.names:
                     importlib.import_module(alias.name)
-    for name in ("app.in_process", "domain.steps.StepReport", "client.SchedulerClient.execute_rollout"):
-        assert resolve(name)
 
 
-def test_every_command_of_the_readme_is_one() -> None:
+def test_there_is_code_on_the_pages() -> None:
+    assert sum(len(blocks_of(page, "python")) for page in PAGES) >= 8
+    assert sum(len(blocks_of(page, "toml")) for page in PAGES) >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_configurations_of_a_page_are_read(page: Path) -> None:
+    """A block may leave out the evaluator that every configuration needs."""
+    for block in blocks_of(page, "toml"):
+        parse_config(block if "[[evaluator]]" in block else f"{block}\n{EVALUATOR}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_command_of_a_page_is_one(page: Path) -> None:
     (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
-    for page in ("README.md", "docs/training_loop.md"):
-        named = re.findall(r"py-scheduler ([a-z-]+)", (ROOT / page).read_text(encoding="utf-8"))
-        assert set(named) <= set(commands), page
+    code = re.findall(r"```.*?```|`[^`\n]+`", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert set(re.findall(r"py-scheduler ([a-z-]+)", "\n".join(code))) <= set(commands)
+
+
+# CONTRIBUTING.md
+
+
+def table_of_ci() -> list[tuple[str, float, int]]:
+    """What, budget and limit of each step, in minutes."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| (.+?) \| (\d+) \| (\d+) \| [\d.]* ?\|$", text)
+    return [(what, float(budget), int(limit)) for what, budget, limit in rows]
+
+
+def test_the_limits_of_ci_are_those_that_it_enforces_and_its_budgets_add_up() -> None:
+    *steps, (_, whole, limit) = table_of_ci()
+    run = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert f"budget_minutes=${{CI_BUDGET_MINUTES:-{limit}}}" in run
+    assert limit == whole == 45
+    assert sum(budget for _, budget, _ in steps) <= whole
+    enforced = re.findall(r'(?m)^step "(.+)" (\d+)$', run)[1:-1]
+    assert [limit for _, _, limit in steps] == [int(minutes) for _, minutes in enforced]
+    for (what, budget, limit), (name, _) in zip(steps, enforced, strict=True):
+        assert budget <= limit, what
+        assert {word for word in name.split() if word.startswith("test-")} <= set(re.findall(r"[\w-]+", what)), name
+    outside = re.sub(r"(?m)^(within|step) .*$|^#.*$", "", run)
+    assert not re.search(r"(?m)^make ", outside), "each has a limit"
+
+
+def test_every_target_of_the_makefile_that_people_call_is_in_the_table() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    told = re.findall(r'@echo "make ([a-z-]+)', (ROOT / "Makefile").read_text(encoding="utf-8"))
+    called = {"deny", "package", "msrv", *told} - {"help", "clean"}
+    assert {name for name in called if f"`make {name}" not in text} == set()

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from py_scheduler.adapters._http import RetrySettings
@@ -167,3 +168,38 @@ async def test_a_pause_that_is_not_answered_in_time_fails_once() -> None:
         assert names(server) == ["pause_generation", "pause_generation"]
         task.cancel()
         await asyncio.wait([task])
+
+
+async def test_a_pause_that_fails_is_undone_where_it_was_obeyed() -> None:
+    """Its answer is lost each time, and the server stands still."""
+    async with controlled(msgspec.structs.replace(SETTINGS, idle_read_timeout_seconds=60.0)) as (server, engine):
+        server.breaks_connections = SETTINGS.retry.attempts
+        with pytest.raises(EngineUnavailableError):
+            await engine.pause(PauseMode.RETRACT)
+        assert not server.is_paused
+        task = asyncio.create_task(engine.generate(request()))
+        await server.until(lambda: bool(server.running))
+        await server.step(10)
+        assert len((await task).token_ids) == 10
+
+
+async def test_a_pause_whose_caller_gives_up_lasts_until_the_resume() -> None:
+    """Whether the server obeyed nobody has heard, so its silence is no fault."""
+    async with controlled(msgspec.structs.replace(SETTINGS, idle_read_timeout_seconds=60.0)) as (server, engine):
+        task = asyncio.create_task(engine.generate(request()))
+        await server.until(lambda: bool(server.running))
+        server.may_answer.clear()
+        pausing = asyncio.create_task(engine.pause(PauseMode.IN_PLACE))
+        await server.until(lambda: server.stands_still)
+        pausing.cancel()
+        await asyncio.wait([pausing])
+        server.may_answer.set()
+        flight = engine._flights.get("r")
+        assert flight is not None
+        while_held = flight.stands_still
+        await engine.update_weights(V1)
+        assert server.calls[-1][1]["keep_pause"]
+        await engine.resume()
+        assert (while_held, flight.stands_still) == (True, False), "no limit counts before the resume"
+        await server.step(10)
+        assert len((await task).token_ids) == 10

@@ -150,6 +150,28 @@ def test_the_largest_fraction_of_any_kind_of_room_counts() -> None:
     assert shares.level_of("gpu", Resource(), Resource(gpu=2), 1) == pytest.approx(0.25), "a lease needs no place"
 
 
+def test_nodes_that_come_and_go_change_what_a_token_counts_for_from_then_on() -> None:
+    """What was used before stays used; what is held goes on as a share of what there is now."""
+    shares = Shares({"places": 100.0, "gpu": 8.0})
+    shares.begin_to_wait("waits", 0.0)
+    half, lease = Resource(gpu=2), Resource(gpu=1)
+    shares.take("a", "agent", half, 2, 0.0)
+    shares.take("b", lease, lease, 4, 0.0)
+    usual = shares._usual_seconds
+    assert shares.level("a", 10.0) == shares.level("b", 10.0) == pytest.approx(0.5 * (10 + usual))
+    shares.supply_is({"places": 100.0, "gpu": 16.0}, 10.0)
+    for name in "ab":
+        assert shares.level(name, 10.0) == pytest.approx(0.5 * 10 + 0.25 * usual)
+        assert shares.level(name, 20.0) == pytest.approx(0.5 * 10 + 0.25 * (10 + usual))
+    shares.supply_is({"places": 100.0}, 20.0)
+    shares.give_back("a", "agent", half, 2, 0.0, 30.0)
+    shares.give_back("b", lease, lease, 4, 0.0, 30.0)
+    assert shares._accounts["a"].settled == pytest.approx(0.5 * 10 + 0.25 * 10 + 0.02 * 10), "only places are left"
+    assert shares._accounts["b"].settled == pytest.approx(0.5 * 10 + 0.25 * 10, abs=0.01)
+    for account in (shares._accounts["a"], shares._accounts["b"]):
+        assert (account.held, account.held_since, account.tokens, account.tokens_of) == (0.0, 0.0, 0, {})
+
+
 def test_what_is_given_back_leaves_nothing_held() -> None:
     shares = Shares({"places": 10.0})
     shares.begin_to_wait("b", 0.0)

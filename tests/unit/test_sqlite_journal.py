@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from py_scheduler.adapters._journal_retention import JournalLimits
@@ -82,12 +83,12 @@ async def test_snapshots_take_the_place_of_older_ones_and_events_before_the_chec
         opened.journal.checkpoint(8, ["c", "never was there"])
         await opened.commit(done(11))
     async with open_journal(tmp_path) as opened:
-        assert sorted(opened.journal.snapshots(), key=lambda s: s.submission_id) == [
+        assert sorted(opened.journal.snapshots(), key=lambda s: s.name) == [
             Snapshot("a", 9, b"new"),
             Snapshot("b", 6, b"b"),
         ]
-        # The frame that the checkpoint is in comes whole.
-        assert [record.sequence for records in opened.journal.replay() for record in records] == list(range(1, 12))
+        # Also of the frame that the checkpoint is in: what it forgot nothing can be applied to.
+        assert [record.sequence for records in opened.journal.replay() for record in records] == [9, 10, 11]
         opened.journal.checkpoint(10, [])
         await opened.commit(done(12))
     async with open_journal(tmp_path) as opened:
@@ -146,6 +147,22 @@ async def test_a_frame_larger_than_what_is_asked_for_is_read_in_steps(tmp_path: 
         assert [record.sequence for record in await opened.journal.read(10, 5)] == [11, 12, 13, 14, 15]
         assert [record.sequence for record in await opened.journal.read(98, 5)] == [99, 100]
         assert await opened.journal.read(100, 5) == []
+
+
+async def test_what_cannot_be_encoded_ends_the_journal_for_good_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_journal(tmp_path) as opened, asyncio.timeout(20):
+        await opened.commit(done(1))
+        opened.append(msgspec.structs.replace(done(2), unix_seconds=2**70))
+        failure = await opened.failed()
+        assert isinstance(failure, JournalError)
+        assert "OverflowError" in str(failure)
+        assert "writes nothing any more" in caplog.text
+        opened.append(done(3))
+        assert [record.sequence for record in await opened.read_all()] == [1], "what was committed can be read"
+    async with open_journal(tmp_path) as opened:
+        assert opened.journal.last_sequence == 1
 
 
 async def test_reads_go_on_while_it_is_written(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def travel(sample: SampleDone) -> SampleDone:
 
 
 UNREADABLE = "unreadable_details: TypeError: object is no JSON value"
+TOO_BIG = "unreadable_details: OverflowError: can't serialize ints < -2**63 or > 2**64 - 1"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ UNREADABLE = "unreadable_details: TypeError: object is no JSON value"
         ({"f": object(), "g": [{"x": object()}], "h": 1}, {"f": UNREADABLE, "g": UNREADABLE, "h": 1}),
         ({("a", "b"): 1, "c": 2}, {"('a', 'b')": 1, "c": 2}),
         ({"s": "a\ud800", "\ud800": 1}, {"s": "a?", "?": 1}),
-        ({"n": 2**70}, {"n": 2**70}),
+        ({"n": 2**70, "m": 2**63}, {"n": TOO_BIG, "m": 2**63}),
         (
             {
                 "a": np.float32(0.5),

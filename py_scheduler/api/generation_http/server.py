@@ -15,6 +15,7 @@ from py_scheduler.api.generation_http.chat import chat_completion, read_chat
 from py_scheduler.api.generation_http.episode_api import EpisodeApi
 from py_scheduler.api.generation_http.keys import Keys
 from py_scheduler.api.generation_http.refusals import (
+    BAD_REQUEST,
     NOT_FOUND,
     TOO_LARGE,
     UNAUTHORIZED,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _SOCKET_URL = "http://gateway.invalid/v1"
 """Of a front on a unix socket alone: who overlooks the socket finds no such host, and tells nobody the key."""
 _STOP_SECONDS = 1.0
+UNREADABLE_BODY = "invalid_body"
 
 
 class GenerationHttp:
@@ -174,6 +176,9 @@ class GenerationHttp:
         except web.HTTPRequestEntityTooLarge:
             limit = self._settings.max_body_bytes
             refused = RefusedError(TOO_LARGE, f"the body has over {limit} bytes (gateway.max_body_bytes)", "too_large")
+        except web.RequestPayloadError as error:
+            message = f"the body cannot be read: {error}"
+            refused = RefusedError(BAD_REQUEST, message, UNREADABLE_BODY)
         except web.HTTPException as error:
             message = (
                 f"{request.method} {request.path}: {error.reason}; there are POST /v1/chat/completions, GET /v1/models"
@@ -184,7 +189,11 @@ class GenerationHttp:
         headers = refused.headers
         if refused.status == UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
-        return _json(refused.body, refused.status, headers)
+        response = _json(refused.body, refused.status, headers)
+        if refused.code == UNREADABLE_BODY:
+            # Where such a body ends nobody knows, nor where the next request would begin.
+            response.force_close()
+        return response
 
 
 def _json(body: Mapping[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -20,9 +20,11 @@ from py_scheduler.domain.metrics import TASK_SECONDS
 from py_scheduler.domain.requests import AbortRequest, Delivery, SubmissionSelector, SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, SchedulerError
+from py_scheduler.execution.held_open import HeldOpen
 from py_scheduler.interfaces.trinity.runner_pool import RUN_ID_BASE, RunnerPool, slot_on
 from py_scheduler.scheduler.dynamic_timeout import DynamicTimeoutSettings
 from py_scheduler.scheduler.engine import Engine
+from py_scheduler.scheduler.intake import check_request
 from py_scheduler.scheduler.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -66,48 +68,60 @@ class LocalEngine:
             settings=_settings(config, stop_grace_seconds),
             runners={spec.evaluator_id: self.runners for spec in specs},
         )
+        self._held = HeldOpen(lambda: self.engine, "engine of a Scheduler")
 
     def _on_room(self) -> None:
         self.engine.nodes_have_changed()
 
     async def open(self) -> None:
         """Starts the engine; its runners join it later. Once only."""
-        await self.engine.__aenter__()
+        await self._held.open()
 
     async def close(self) -> None:
         """Ends the engine and its runners, whatever they are at."""
         await self.runners.dismiss(0.0)
-        await self.engine.__aexit__(None, None, None)
+        await self._held.close()
 
     def submit(self, wrappers: Sequence[TaskWrapper], batch_id: BatchId) -> None:
         """Hands tasks of one batch in, for any runner to play. Raises what `Engine.accept` raises; then none is in."""
-        explorer = self._config.explorer
-        request = self._request(
-            SubmissionKey(batch_id),
-            [
-                (
-                    wrapper,
-                    TaskConfig(
-                        task_type=_WORKFLOW,
-                        repeat_times=wrapper.total_runs,
-                        is_eval=bool(wrapper.task.is_eval),
-                        max_samples_per_subtask=explorer.max_repeat_times_per_runner,
-                        keeps_partial=explorer.over_rollout.return_partial_tasks,
-                        attempt_timeout_seconds=default_timeout(self._config),
-                        has_dynamic_timeout=True,
-                        retry=RetryPolicy(max_retries=explorer.max_retry_times),
-                    ),
-                )
-                for wrapper in wrappers
-            ],
-        )
+        request = self._request(SubmissionKey(batch_id), self._configured(wrappers))
         try:
             self.engine.accept(request)
         except SchedulerError:
-            for task in request.tasks:
-                del self.wrappers[task.client_key]
+            self._forget(request)
             raise
         self._keys_of.setdefault(batch_id, set()).update(task.client_key for task in request.tasks)
+
+    def check(self, wrappers: Sequence[TaskWrapper], batch_id: BatchId) -> None:
+        """What `submit` would refuse whenever it came: raises InvalidArgumentError."""
+        request = self._request(SubmissionKey(batch_id), self._configured(wrappers))
+        try:
+            check_request(request)
+        finally:
+            self._forget(request)
+
+    def _configured(self, wrappers: Sequence[TaskWrapper]) -> list[tuple[TaskWrapper, TaskConfig]]:
+        explorer = self._config.explorer
+        return [
+            (
+                wrapper,
+                TaskConfig(
+                    task_type=_WORKFLOW,
+                    repeat_times=wrapper.total_runs,
+                    is_eval=bool(wrapper.task.is_eval),
+                    max_samples_per_subtask=explorer.max_repeat_times_per_runner,
+                    keeps_partial=explorer.over_rollout.return_partial_tasks,
+                    attempt_timeout_seconds=default_timeout(self._config),
+                    has_dynamic_timeout=True,
+                    retry=RetryPolicy(max_retries=explorer.max_retry_times),
+                ),
+            )
+            for wrapper in wrappers
+        ]
+
+    def _forget(self, request: SubmitRequest) -> None:
+        for task in request.tasks:
+            del self.wrappers[task.client_key]
 
     @property
     def batch_ids(self) -> list[BatchId]:
@@ -118,19 +132,16 @@ class LocalEngine:
         """What the ledger has of a batch."""
         return self.engine.ledger.submission_of_key(SubmissionKey(batch_id))
 
-    def shown(self, client_key: str) -> TaskWrapper:
-        """A task as it stands now."""
-        wrapper = self.wrappers[client_key]
-        record = self.record_of(wrapper.batch_id)
-        for task in () if record is None else record.open_tasks.values():
-            if task.task.client_key == client_key:
-                wrapper.show(task)
-        return wrapper
+    def shown(self, record: SubmissionRecord) -> list[TaskWrapper]:
+        """A batch's tasks that are open or to be collected, as they stand now."""
+        for task in record.open_tasks.values():
+            self.wrappers[task.task.client_key].show(task)
+        return [self.wrappers[client_key] for client_key in record.client_keys]
 
     def forget_drained(self, batch_id: BatchId) -> None:
-        """Drops the batch's tasks that are neither open nor to be collected any more."""
+        """Drops the batch's tasks that are neither open nor kept for anybody any more."""
         record, known = self.record_of(batch_id), self._keys_of.pop(batch_id, set())
-        left = set() if record is None else record.client_keys.union(_collectable_keys(record))
+        left = set() if record is None else record.client_keys.union(_kept_keys(record))
         for client_key in known - left:
             del self.wrappers[client_key]
         if known & left:
@@ -225,8 +236,10 @@ def _settings(config: Config, stop_grace_seconds: float) -> EngineSettings:
     )
 
 
-def _collectable_keys(record: SubmissionRecord) -> Iterable[str]:
-    return (result.client_key for result in record.kept.collectable.values())
+def _kept_keys(record: SubmissionRecord) -> Iterable[str]:
+    """Also of what is on its way to a caller: others may look after the batch meanwhile."""
+    sets = [collected.results for collected in record.kept.unacknowledged.values()]
+    return (result.client_key for results in [record.kept.collectable.values(), *sets] for result in results)
 
 
 def _spec(evaluator_id: str, runner_id: int | None) -> EvaluatorSpec:

@@ -15,7 +15,8 @@ import logging
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.domain.metrics import task_metrics
+from py_scheduler.domain.metrics import plain_metrics, task_metrics
+from py_scheduler.domain.plain import safe_text, words_of
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, Timings
 from py_scheduler.domain.runners import RunnerState, RunnerView
@@ -115,7 +116,6 @@ class RunnerPool:
         runner.kill()
         task = asyncio.get_running_loop().create_task(self._replace(runner), name=f"replace runner {runner.runner_id}")
         self._replacing[runner.runner_id] = task
-        task.add_done_callback(lambda _: self._replacing.pop(runner.runner_id, None))
 
     async def _replace(self, runner: RunnerWrapper) -> None:
         pause = _FIRST_PAUSE_SECONDS
@@ -128,18 +128,24 @@ class RunnerPool:
                 logger.warning("runner %d could not be restarted, again in %g s: %s", runner.runner_id, pause, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        if self.runners.get(runner.runner_id) is not runner:
+            runner.kill()  # It was dismissed, and its preparation did not heed that.
+            return
         self._restarts[runner.runner_id] = self._restarts.get(runner.runner_id, 0) + 1
+        # From here on it can be replaced again, should it die at once.
+        self._replacing.pop(runner.runner_id, None)
         self.join(runner)
 
     async def dismiss(self, grace_seconds: float) -> None:
         """Ends all runners: those at work once they are done, or after the grace. Their attempts are LOST then."""
-        for runner in self.runners.values():
+        # Claimed before anything is waited for: whatever dies meanwhile is nobody's to be replaced.
+        leaving, self.runners = self.runners, {}
+        replacing, self._replacing = list(self._replacing.values()), {}
+        for runner in leaving.values():
             self.leave(runner)
-        replacing = list(self._replacing.values())
         for task in replacing:
             task.cancel()
         await asyncio.gather(*replacing, return_exceptions=True)
-        leaving, self.runners = self.runners, {}
         try:
             async with asyncio.timeout(grace_seconds):
                 await self._quiet.wait()
@@ -169,17 +175,13 @@ class RunnerPool:
             raise SeatGoneError
         try:
             await runner.confirm_alive()
-        except RunnerLostError as error:
-            self.replace(runner, str(error))
+        except Exception as error:
+            # Whatever kept it from saying that it is alive: it is not known to be.
+            self.replace(runner, str(error) or repr(error))
             raise SeatGoneError from error
         if runner_id not in self._alive:
             raise SeatGoneError
         return RunnerSeat(self, runner)
-
-    async def play_group(
-        self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
-    ) -> tuple[tuple[Reward, ...], str]:
-        raise NotImplementedError("workflows score their runs themselves")
 
     def views(self) -> list[RunnerView]:
         return [self._view(runner) for _, runner in sorted(self.runners.items())]
@@ -259,6 +261,11 @@ class RunnerSeat:
             return stopped_report(running)
         return self._report(work, running)
 
+    async def play_group(
+        self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
+    ) -> tuple[tuple[Reward, ...], str]:
+        raise NotImplementedError("workflows score their runs themselves")
+
     def kill(self, why: str) -> None:
         """Ends the runner with what it is at, or at least listens to that no longer."""
         if not self._killed.done():
@@ -294,8 +301,11 @@ class RunnerSeat:
             return lost_report(running, str(error))
         if error is not None:
             return _failed(running, "".join(traceback.format_exception(error)).rstrip())
-        status, payload = work.result()
-        return _ended(running, status, payload)
+        try:
+            status, payload = work.result()
+            return _ended(running, status, bytes(payload))
+        except Exception as odd:  # noqa: BLE001 -- a runner may be anybody's
+            return _failed(running, f"the runner returned no status and payload: {words_of(odd)}")
 
 
 def _ignored(work: asyncio.Future[tuple[RunStatus, bytes]]) -> None:
@@ -310,16 +320,18 @@ def _ended(running: RunningAttempt, status: RunStatus, payload: bytes) -> Attemp
     Which of several runs failed, a Status does not say: the first `completed_runs` stand for those that did not.
     """
     state = AttemptState.SUCCEEDED if status.ok else AttemptState.FAILED
-    message = status.message or ("" if status.ok else "the workflow did not say why")
-    metrics = _metrics_of_runs(status.metrics, status.completed_runs)
+    message = safe_text(status.message or ("" if status.ok else "the workflow did not say why"))
+    completed = int(status.completed_runs)
+    metrics = _metrics_of_runs([plain_metrics(measured) for measured in status.metrics], completed)
     samples = [
-        _sample(running, number, metrics[number] if number < status.completed_runs else None, message)
+        _sample(running, number, metrics[number] if number < completed else None, message)
         for number in range(running.planned.sample_count)
     ]
     return AttemptReport(state, tuple(samples), "" if status.ok else message, payload)
 
 
 def _failed(running: RunningAttempt, message: str) -> AttemptReport:
+    message = safe_text(message)
     samples = [_sample(running, number, None, message) for number in range(running.planned.sample_count)]
     return AttemptReport(AttemptState.FAILED, tuple(samples), message)
 

@@ -18,13 +18,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from py_scheduler.domain.collecting import CollectReply, CollectRequest
 from py_scheduler.domain.limits import MAX_COLLECT_SECONDS
 from py_scheduler.domain.requests import AbortRequest, SubmissionSelector
-from py_scheduler.errors import FieldViolation, InvalidArgumentError, RunnerStartError
+from py_scheduler.errors import FailedPreconditionError, FieldViolation, InvalidArgumentError, RunnerStartError
 from py_scheduler.interfaces.trinity.local_engine import LocalEngine, default_timeout
 from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
 from py_scheduler.interfaces.trinity.runner_wrapper import RunnerWrapper
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.1
+_KEPT_STOPS = 1_000
 
 
 class Scheduler(SchedulerViews):
@@ -70,6 +73,8 @@ class Scheduler(SchedulerViews):
         self._without_result: dict[BatchId, list[Any]] = {}
         self._changing = asyncio.Lock()
         self._opened = asyncio.Event()
+        self._thread_id: int | None = None
+        """Of the loop, once there is one."""
         self._reporting: asyncio.Task[None] | None = None
 
     # Start and stop
@@ -84,18 +89,28 @@ class Scheduler(SchedulerViews):
             if self.running:
                 return
             runners = await self._prepared_runners()
-            if not self._opened.is_set():
-                await self._local.open()
-                self._opened.set()
-                held, self._held = self._held, {}
-                for batch_id, wrappers in held.items():
-                    self._local.submit(wrappers, batch_id)
+            try:
+                await self._hand_in()
+            except BaseException:
+                for runner in runners:
+                    runner.kill()
+                raise
             self.running = True
             for runner in runners:
                 self._local.runners.join(runner)
             interval = self.config.explorer.runner_state_report_interval
             if interval > 0:
                 self._reporting = asyncio.create_task(self.report_states(interval), name="runner states")
+
+    async def _hand_in(self) -> None:
+        """What was scheduled before the engine ran. Raises ResourceExhaustedError; what is not in yet is still held."""
+        if not self._opened.is_set():
+            await self._local.open()
+            self._opened.set()
+            self._thread_id = threading.get_ident()
+        for batch_id in list(self._held):
+            self._local.submit(self._held[batch_id], batch_id)
+            del self._held[batch_id]
 
     async def stop(self) -> None:
         """Ends all runners, those at work when they are done or after `stop_deadline_seconds`.
@@ -107,9 +122,10 @@ class Scheduler(SchedulerViews):
             if not self.running:
                 return
             self.running = False
-            if self._reporting is not None:
-                self._reporting.cancel()
-                self._reporting = None
+            reporting, self._reporting = self._reporting, None
+            if reporting is not None:
+                reporting.cancel()
+                await asyncio.wait([reporting])
             await self._local.runners.dismiss(self.stop_deadline_seconds)
 
     async def close(self) -> None:
@@ -176,13 +192,16 @@ class Scheduler(SchedulerViews):
         """Adds tasks to a batch; they wait for `start` if need be. All are taken or, with an error, none.
 
         Their ids count on from those that the batch has. (The original counts each call's tasks from 0 and loses
-        results.) Raises InvalidArgumentError (a task without repeats, a batch id that is none), ResourceExhaustedError.
+        results.) Raises InvalidArgumentError (a task without repeats, a batch id that is none), ResourceExhaustedError,
+        FailedPreconditionError (called from another thread than the loop's).
         """
+        if self._thread_id not in (None, threading.get_ident()):
+            raise FailedPreconditionError(
+                "this is not the thread of the scheduler's loop: use loop.call_soon_threadsafe(scheduler.schedule, ...)"
+            )
         if not tasks:
             return
         _check_repeats(tasks)
-        if not self.has_step(batch_id):
-            self._task_nos.pop(batch_id, None)
         first = self._task_nos.get(batch_id, 0)
         wrappers = [
             TaskWrapper(
@@ -197,6 +216,7 @@ class Scheduler(SchedulerViews):
         if self._opened.is_set():
             self._local.submit(wrappers, batch_id)
         else:
+            self._local.check(wrappers, batch_id)
             self._held.setdefault(batch_id, []).extend(wrappers)
         self._task_nos[batch_id] = first + len(tasks)
 
@@ -270,7 +290,7 @@ class Scheduler(SchedulerViews):
         self._without_result.pop(batch_id, None)
         if self._local.record_of(batch_id) is not None:
             self._local.engine.forget_results(SubmissionSelector(batch_id=batch_id))
-            self._local.forget_drained(batch_id)
+            self._forget_drained(batch_id)
 
     async def abort_batch(
         self, batch_id: BatchId, return_partial_tasks: bool = False, restart_runners: bool = True
@@ -279,12 +299,11 @@ class Scheduler(SchedulerViews):
 
         Does nothing for a batch that is unknown.
         """
-        for wrapper in self._held.pop(batch_id, []):
-            self._without_result.setdefault(batch_id, []).append(self._nothing(wrapper, "aborted before the start"))
+        self._let_go(batch_id, "aborted before the start")
         record = self._local.record_of(batch_id)
         if record is None:
             return
-        wrappers = [self._local.shown(key) for key in record.client_keys]
+        wrappers = self._local.shown(record)
         reason = f"batch {batch_id} was aborted"
         await self._local.engine.abort(
             AbortRequest(
@@ -297,13 +316,13 @@ class Scheduler(SchedulerViews):
         )
         kept = {result.client_key for result in record.kept.collectable.values()}
         left = [wrapper for wrapper in wrappers if wrapper.client_key not in kept]
-        self._without_result[batch_id] = [self._nothing(wrapper, reason) for wrapper in left]
-        self._local.forget_drained(batch_id)
+        self._stopped(batch_id, [self._nothing(wrapper, reason) for wrapper in left])
+        self._forget_drained(batch_id)
 
     def stopped_without_result(self, batch_id: BatchId) -> list[Any]:
         """Beyond the seed: of the last stop in a batch, a status of each task that left no result, with the reason.
 
-        In the original they vanish.
+        In the original they vanish. Known of the thousand batches that were stopped last.
         """
         return list(self._without_result.get(batch_id, ()))
 
@@ -326,11 +345,15 @@ class Scheduler(SchedulerViews):
     ) -> CollectReply:
         seconds = self.default_timeout if timeout is None else min(max(timeout, 0.0), MAX_COLLECT_SECONDS)
         if batch_id in self._held:
+            began_at = time.monotonic()
             try:
                 async with asyncio.timeout(seconds):
                     await self._opened.wait()
             except TimeoutError:
+                if clear:
+                    self._let_go(batch_id, f"timeout ({seconds:g} s) passed before the scheduler was started")
                 return CollectReply()
+            seconds = max(0.0, seconds - (time.monotonic() - began_at))
         record = self._local.record_of(batch_id)
         if record is None or record.is_over:
             return CollectReply()
@@ -357,13 +380,32 @@ class Scheduler(SchedulerViews):
         """Takes over into the mirrors what was handed out and what was stopped."""
         wrappers = self._local.wrappers
         for result in reply.results:
-            wrappers[result.client_key].show_result(result)
+            # Unless somebody has discarded the batch since.
+            if (wrapper := wrappers.get(result.client_key)) is not None:
+                wrapper.show_result(result)
         stopped = [task for task in reply.unfinished if task.is_stopped]
         if stopped:
-            self._without_result[batch_id] = [
-                self.status_class(task.completed_runs, task.total_runs, [], task.reason) for task in stopped
-            ]
+            statuses = [self.status_class(task.completed_runs, task.total_runs, [], task.reason) for task in stopped]
+            self._stopped(batch_id, statuses)
+        self._forget_drained(batch_id)
+
+    def _let_go(self, batch_id: BatchId, reason: str) -> None:
+        """Of what the engine does not have yet."""
+        if batch_id in self._held:
+            self._stopped(batch_id, [self._nothing(held, reason) for held in self._held.pop(batch_id)])
+            self._forget_drained(batch_id)
+
+    def _stopped(self, batch_id: BatchId, statuses: list[Any]) -> None:
+        """Keeps them for `stopped_without_result`."""
+        self._without_result.pop(batch_id, None)
+        self._without_result[batch_id] = statuses
+        if len(self._without_result) > _KEPT_STOPS:
+            del self._without_result[next(iter(self._without_result))]
+
+    def _forget_drained(self, batch_id: BatchId) -> None:
         self._local.forget_drained(batch_id)
+        if not self.has_step(batch_id):
+            self._task_nos.pop(batch_id, None)
 
     def _statuses(self, results: Iterable[TaskResult]) -> list[Any]:
         return [self._status(result) for result in results]

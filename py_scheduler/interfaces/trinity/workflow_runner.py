@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -182,19 +184,37 @@ class WorkflowRunner:
         if workflow.is_async and not in_thread:
             return await workflow.run_async()
         play = (lambda: asyncio.run(workflow.run_async())) if workflow.is_async else workflow.run
-        loop = asyncio.get_running_loop()
-        self.threads_at_work += 1
-        return await asyncio.to_thread(self._in_thread, play, loop)
+        return await self._in_thread(play)
 
-    def _in_thread(self, play: Callable[[], list[Experience]], loop: asyncio.AbstractEventLoop) -> list[Experience]:
-        try:
-            return play()
-        finally:
+    async def _in_thread(self, play: Callable[[], list[Experience]]) -> list[Experience]:
+        """Not in the loop's pool: that has a handful of threads for everybody, and those that block would use it up."""
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        played: asyncio.Future[list[Experience]] = loop.create_future()
+
+        def work() -> None:
+            made, raised = None, None
+            try:
+                made = context.run(play)
+            except BaseException as error:  # noqa: BLE001 -- it is raised where the thread is waited for
+                raised = error
             with suppress(RuntimeError):  # The loop ended before the thread did.
-                loop.call_soon_threadsafe(self._thread_ended)
+                loop.call_soon_threadsafe(self._thread_ended, played, made, raised)
 
-    def _thread_ended(self) -> None:
+        self.threads_at_work += 1
+        # No process waits for it at its end.
+        threading.Thread(target=work, name=f"workflow on runner {self.runner_id}", daemon=True).start()
+        return await played
+
+    def _thread_ended(self, played: asyncio.Future[Any], made: Any, raised: BaseException | None) -> None:
         self.threads_at_work -= 1
+        if played.done():
+            return
+        if raised is None:
+            played.set_result(made)
+        elif isinstance(raised, StopIteration):
+            played.set_exception(RuntimeError(f"the workflow raised {raised!r}"))
+        else:
+            played.set_exception(raised)
 
     def _new(self, task: Task) -> Workflow:
         return task.workflow(task=task, model=self._model, auxiliary_models=self._auxiliary_models)

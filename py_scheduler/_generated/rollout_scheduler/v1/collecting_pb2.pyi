@@ -415,10 +415,15 @@ class DiscardSubmissionRequest(_message.Message):
     SUBMISSION_ID_FIELD_NUMBER: _builtins.int
     BATCH_ID_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     submission_id: _builtins.str
     """One of the two."""
     namespace: _builtins.str
     """Absent or empty: "default"."""
+    request_id: _builtins.str
+    """The same id forgets nothing that came after the first call that forgot something. Absent or empty: the call forgets
+    what it finds.
+    """
     @_builtins.property
     def batch_id(self) -> _task_pb2.BatchId: ...
     def __init__(
@@ -427,10 +432,11 @@ class DiscardSubmissionRequest(_message.Message):
         submission_id: _builtins.str = ...,
         batch_id: _task_pb2.BatchId | None = ...,
         namespace: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "namespace", b"namespace", "submission_id", b"submission_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "namespace", b"namespace", "request_id", b"request_id", "submission_id", b"submission_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -668,6 +668,7 @@ class AbortSubmissionRequest(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     KEEP_PARTIAL_FIELD_NUMBER: _builtins.int
     RESTART_RUNNERS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     submission_id: _builtins.str
     """One of the two."""
     namespace: _builtins.str
@@ -679,6 +680,10 @@ class AbortSubmissionRequest(_message.Message):
     """Tasks that were to be collected leave a result of their samples that succeeded."""
     restart_runners: _builtins.bool
     """The runners that were at them are replaced before they take other work."""
+    request_id: _builtins.str
+    """The same id with the same content stops nothing that was submitted after the first call that stopped something, also
+    when its batch_id means another submission by then. Absent or empty: the call stops what it finds.
+    """
     @_builtins.property
     def batch_id(self) -> _task_pb2.BatchId: ...
     @_builtins.property
@@ -696,10 +701,11 @@ class AbortSubmissionRequest(_message.Message):
         wait: _builtins.bool = ...,
         keep_partial: _builtins.bool = ...,
         restart_runners: _builtins.bool = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "keep_partial", b"keep_partial", "namespace", b"namespace", "reason", b"reason", "restart_runners", b"restart_runners", "submission_id", b"submission_id", "task_ids", b"task_ids", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "keep_partial", b"keep_partial", "namespace", b"namespace", "reason", b"reason", "request_id", b"request_id", "restart_runners", b"restart_runners", "submission_id", b"submission_id", "task_ids", b"task_ids", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,7 +720,7 @@ class AbortSubmissionResponse(_message.Message):
     STILL_STOPPING_FIELD_NUMBER: _builtins.int
     state: Global___AbortState.ValueType
     aborted_tasks: _builtins.int
-    """Tasks this call asked to stop."""
+    """Tasks that this call asked to stop, or the first one under its request_id."""
     @_builtins.property
     def still_stopping(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(

@@ -1,0 +1,55 @@
+"""A journal in memory that is to ledgers what a file is to processes: it stays, and gives back what a file would."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from py_scheduler.adapters._journal_frames import bare_records_of, make_frame, records_of
+from py_scheduler.adapters.memory_journal import MemoryJournal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from py_scheduler.domain.events import EventRecord
+    from py_scheduler.domain.snapshots import Snapshot
+
+
+class Store(MemoryJournal):
+    """Keeps snapshots too, and can stop taking anything after so many steps, as a killed process does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Snapshot] = {}
+        self.through = 0
+        self.steps_left = 1 << 30
+
+    @property
+    def is_durable(self) -> bool:
+        return True
+
+    def _may(self) -> bool:
+        self.steps_left -= 1
+        return self.steps_left >= 0
+
+    def snapshots(self) -> Iterable[Snapshot]:
+        return list(self.kept.values())
+
+    def replay(self) -> Iterator[Sequence[EventRecord]]:
+        """Samples without trajectories, from bytes, as the journal in files has them."""
+        for record in self._records:
+            if record.sequence > self.through:
+                yield bare_records_of(make_frame([record], b"", 0.0)[0])
+
+    def whole(self) -> Iterator[Sequence[EventRecord]]:
+        for record in self._records:
+            yield records_of(*make_frame([record], b"", 0.0))
+
+    def put_snapshots(self, snapshots: Sequence[Snapshot]) -> None:
+        if self._may():
+            self.kept |= {snapshot.name: snapshot for snapshot in snapshots}
+
+    def checkpoint(self, through_sequence: int, forgotten: Sequence[str]) -> None:
+        if self._may():
+            self.through = through_sequence
+            for name in forgotten:
+                self.kept.pop(name, None)
