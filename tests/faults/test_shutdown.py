@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -18,7 +18,7 @@ from py_scheduler.client import GenerationClient, PlacementClient, SchedulerClie
 from py_scheduler.commands.token import new_token
 from py_scheduler.domain.collecting import CollectReply
 from py_scheduler.domain.generation import PauseMode
-from py_scheduler.domain.requests import Delivery
+from py_scheduler.domain.requests import Delivery, EventKind
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import SchedulerError, UnauthenticatedError
@@ -114,7 +114,13 @@ async def test_a_server_with_everything_open_ends_in_time_and_tells_everybody(tm
             asyncio.create_task(leases.acquire(Resource(gpu=4), 1, wait=True, timeout_seconds=600.0)),
             asyncio.create_task(client.abort(submission_id=deaf.submission_id, timeout_seconds=600.0)),
         ]
-        await asyncio.sleep(0.2)
+        # The abort has come when its event has, and with it what was sent before it on the same connection.
+        async with aclosing(
+            client.watch(submission_id=deaf.submission_id, kinds=[EventKind.ABORT_REQUESTED])
+        ) as frames:
+            while not (await anext(frames)).records:
+                pass
+        await leases.capacity(Resource(gpu=4))
         begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -84,6 +84,8 @@ async def test_a_frame_that_is_longer_than_it_may_be_ends_the_connection() -> No
         theirs.sendall(struct.pack(">I", 17))
         async with asyncio.timeout(5):
             await protocol.lost.wait()
+        theirs.setblocking(True)
+        assert theirs.recv(1) == b"", "the other side sees the end"
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ def test_there_is_code_on_the_pages() -> None:
 def test_the_configurations_of_a_page_are_read(page: Path) -> None:
     """A block may leave out the evaluator that every configuration needs."""
     for block in blocks_of(page, "toml"):
-        parse_config(block if "[[evaluator]]" in block else f"{block}\n{EVALUATOR}")
+        config = parse_config(block if "[[evaluator]]" in block else f"{block}\n{EVALUATOR}")
+        assert config.evaluator
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
