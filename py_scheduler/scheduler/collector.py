@@ -120,7 +120,7 @@ class Collector:
             await self._event_log.wait_committed(self._ledger.last_sequence)
 
     def forget(self, submission: SubmissionRecord, request_id: str = "", request_digest: bytes = b"") -> bool:
-        """`discard` without a wait for the journal; whether there was anything."""
+        """`discard` without a wait for the journal; whether there is anything to write down."""
         command = DiscardResults(submission.submission_id, self._clock.unix_time(), request_id, request_digest)
         return bool(self._recorder.record(command, submission.key.namespace))
 

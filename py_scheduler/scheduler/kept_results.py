@@ -89,8 +89,10 @@ class KeptResults:
 
     def decide_discard(self, command: DiscardResults) -> list[Event]:
         submission = self._submissions[command.submission_id]
-        if not submission.kept.size and submission.kept.scheduled_tasks == len(submission.open_tasks):
+        keeps_nothing = not submission.kept.size and submission.kept.scheduled_tasks == len(submission.open_tasks)
+        if keeps_nothing and not command.request_id:
             return []
+        # As with a stop: remembered although there was nothing, or sent again it would take what has come since.
         return [
             ResultsDiscarded(
                 submission_id=command.submission_id,

@@ -349,8 +349,9 @@ class Ledger:
         submission = self._submissions[command.submission_id]
         named = dict.fromkeys(command.task_ids) or submission.open_tasks
         tasks = [task for task_id in named if (task := submission.open_tasks.get(task_id)) and task.stop_cause is None]
-        if not tasks:
+        if not tasks and not command.request_id:
             return []
+        # A call that found nothing to stop is remembered too: sent again, it must not stop what has come since.
         events: list[Event] = [
             AbortRequested(
                 submission_id=command.submission_id,
@@ -466,7 +467,7 @@ class Ledger:
     def _apply_abort(self, event: AbortRequested) -> None:
         submission = self._submissions[event.submission_id]
         self._remember_call(submission, event, stopped_tasks=len(event.task_ids))
-        submission.last_sequence = self.last_sequence + 1
+        self._settle_after(submission)
         for task_id in event.task_ids:
             task = self._tasks[task_id]
             task.stop_cause = event.cause

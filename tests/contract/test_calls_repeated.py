@@ -88,6 +88,13 @@ async def test_an_abort_and_a_discard_repeated_late_leave_alone_what_came_since(
         assert (await client.get_submission(7)).open_tasks == 3
         with pytest.raises(AlreadyExistsError, match="'abort'"):
             await client.abort(8, request_id="abort")
+        await client.submit(tasks("endless"), 10, delivery=Delivery.COLLECT)
+        await client.discard(10, request_id="nothing yet")
+        await client.submit(tasks("quick", 1), 10, delivery=Delivery.COLLECT)
+        while not (await client.get_submission(10)).collectable_tasks:  # noqa: ASYNC110 - as below
+            await asyncio.sleep(0.01)
+        await client.discard(10, request_id="nothing yet")
+        assert (await client.get_submission(10)).collectable_tasks == 1
         for count in (1, 2):
             await client.submit(tasks("quick", count), 9, delivery=Delivery.COLLECT)
             while (await client.get_submission(9)).open_tasks:  # noqa: ASYNC110 - what is collected is not watched here

@@ -80,12 +80,15 @@ async def test_an_abort_sent_again_leaves_alone_what_was_submitted_under_the_sam
         await schedule(harness.engine, [task_of() for _ in range(2)], 2)
         firsts = [await harness.engine.abort(abort_of(n, f"abort {n}", wait=True)) for n in (1, 2)]
         assert [reply.aborted_tasks for reply in firsts] == [3, 2]
+        found_nothing = await harness.engine.abort(abort_of(1, "found nothing", wait=True))
+        assert found_nothing.aborted_tasks == 0
         await harness.submit([task_of() for _ in range(4)], 1)
         again = await schedule(harness.engine, [task_of()], 2)
         harness = await runs.after(between)
         for n, first in zip((1, 2), firsts, strict=True):
             async with asyncio.timeout(5):
                 assert await harness.engine.abort(abort_of(n, f"abort {n}", wait=True)) == first
+        assert await harness.engine.abort(abort_of(1, "found nothing", wait=True)) == found_nothing
         assert view(harness.engine, 1).open_tasks == 4
         assert view(harness.engine, 2).submission_id == again.submission_id
         assert view(harness.engine, 2).open_tasks == 1
