@@ -136,8 +136,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What an engine serves. `vocab_size` bounds token ids (0: not known yet), `context_length` counts prompt and output
-    together.
+    """What an engine serves.
+
+    `vocab_size` bounds token ids (0: not known yet), `context_length` counts prompt and output together.
     """
 
     name: str
