@@ -51,19 +51,17 @@ from py_scheduler.domain.runner_frames import (
     raw,
     read_server_frame,
 )
-from py_scheduler.errors import ConfigError, SandboxError
+from py_scheduler.errors import ConfigError
 from py_scheduler.execution.outcomes import classify_abort, describe
 from py_scheduler.execution.play import checked_result, checked_reward, checked_rewards
+from py_scheduler.handler_parts import HANDLER_PARTS
 from py_scheduler.handlers import make_handler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping
+    from collections.abc import Coroutine, Iterator, Mapping
 
     from py_scheduler.domain.evaluator import BaseAgent
     from py_scheduler.domain.results import AgentResult, Reward
-    from py_scheduler.domain.sandbox import Sandbox
-
-    Parts = Mapping[str, Callable[[object, str], object]]
 
 _PR_SET_PDEATHSIG = 1
 _MIB = 1 << 20
@@ -83,16 +81,16 @@ def serve(connected: socket.socket, secret: str = "") -> None:
     """Plays until the server says Leave; ends the process when the connection ends or the handler exits."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    worker = Worker(FrameSocket(connected), loop)
+    player = ChildPlayer(FrameSocket(connected), loop)
     try:
-        loop.run_until_complete(worker.run(secret))
+        loop.run_until_complete(player.run(secret))
     except SystemExit as error:
-        worker.leave(error)
+        player.leave(error)
     except ConnectionError:
         pass  # The server has ended: there is nobody to tell.
 
 
-class Worker:
+class ChildPlayer:
     """Frames in, frames out; at most one sample's phase under way."""
 
     def __init__(self, frames: FrameSocket, loop: asyncio.AbstractEventLoop) -> None:
@@ -105,6 +103,7 @@ class Worker:
         self._before: dict[str, str | None] = {}
         self._own_tasks: set[asyncio.Task[Any]] = set()
         self._phase: asyncio.Task[msgspec.Raw] | None = None
+        self._order_no = 0
         self._left = asyncio.Event()
 
     async def run(self, secret: str) -> None:
@@ -163,13 +162,13 @@ class Worker:
             case MakeHandler():
                 self._make(frame)
             case Ping():
-                self._send(Pong(resident_mib=resident_mib()))
+                self._send(Pong(order_no=frame.order_no, resident_mib=resident_mib()))
             case PlayRun():
-                self._begin(self._run(frame))
+                self._begin(frame.order_no, self._run(frame))
             case PlayEval():
-                self._begin(self._eval())
+                self._begin(frame.order_no, self._eval())
             case PlayGroup():
-                self._begin(self._eval_group(frame))
+                self._begin(frame.order_no, self._eval_group(frame))
             case Cancel() if self._phase is not None:
                 self._phase.cancel()
             case Leave():
@@ -180,11 +179,12 @@ class Worker:
         try:
             self._handler = make_handler(asked.name, asked.arguments, asked.key, HANDLER_PARTS)
         except ConfigError as error:
-            self._send(Unfit(message=safe_text(str(error))))
+            self._send(Unfit(order_no=asked.order_no, message=safe_text(str(error))))
         else:
-            self._send(Ready())
+            self._send(Ready(order_no=asked.order_no))
 
-    def _begin(self, phase: Coroutine[Any, Any, msgspec.Raw]) -> None:
+    def _begin(self, order_no: int, phase: Coroutine[Any, Any, msgspec.Raw]) -> None:
+        self._order_no = order_no
         self._phase = self._loop.create_task(phase)
         self._phase.add_done_callback(self._ended)
 
@@ -197,7 +197,7 @@ class Worker:
         with self._speaking():
             if error is None:
                 try:
-                    self._send(Returned(value=phase.result(), resident_mib=resident_mib()))
+                    self._send(Returned(order_no=self._order_no, value=phase.result(), resident_mib=resident_mib()))
                     return
                 except ValueError as too_long:
                     error = too_long
@@ -208,6 +208,7 @@ class Worker:
     def _raised(self, error: BaseException) -> Raised:
         reason: object = self._episode.termination_reason if self._episode is not None else ""
         return Raised(
+            order_no=self._order_no,
             outcome=classify_abort(error),
             error=describe(error),
             shown=safe_text("".join(traceback.format_exception(error)))[-_MAX_SHOWN:],
@@ -267,23 +268,6 @@ class Worker:
 
 def _said(reward: Reward) -> RewardSaid:
     return RewardSaid(score=reward.score, details=details_json(reward.details))
-
-
-def make_sandbox(table: object, key: str) -> Sandbox:
-    """For handlers that ask for a `sandbox`. Raises ConfigError, also when it cannot be had on this machine."""
-    from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings  # noqa: PLC0415 - most handlers need none
-    from py_scheduler.config import convert_table  # noqa: PLC0415 - likewise
-
-    sandbox = ProcessSandbox(convert_table({} if table is None else table, SandboxSettings, key))
-    try:
-        sandbox.probe()
-    except SandboxError as error:
-        raise ConfigError(str(error), key) from error
-    return sandbox
-
-
-HANDLER_PARTS: Parts = {"sandbox": make_sandbox}
-"""What a handler's constructor gets by the name of its parameter, in whichever process it is made."""
 
 
 def resident_mib() -> float:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_DOUBLINGS = 30
-
 
 class EndpointState(Enum):
     """WARMING_UP: has never been up, and its deadline for that has not passed."""
@@ -202,7 +200,7 @@ class Endpoint:
             logger.warning("%s is set aside and will be probed: %s", self.base_url, reason)
         self.state, self.reason = EndpointState.SET_ASIDE, reason
         self._reported = None
-        self._failures = min(self._failures + 1, MOST_DOUBLINGS)
+        self._failures += 1
         self._look_after(self._wait_seconds())
         self._on_change()
 

@@ -67,9 +67,10 @@ class FrameProtocol(asyncio.Protocol):
         self._on_frame: Callable[[bytes], None] = self._waiting.append
         self.lost = asyncio.Event()
 
-    def hold(self) -> None:
-        """Whoever said the first frame is known, and its further ones wait for another listener."""
+    def hold(self, first: bytes) -> None:
+        """Whoever said the first frame is known: it and the further ones wait for another listener."""
         self._max_bytes = MAX_FRAME_BYTES
+        self._waiting = [first]
         self._on_frame = self._waiting.append
 
     def listen(self, on_frame: Callable[[bytes], None]) -> None:

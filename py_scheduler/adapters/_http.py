@@ -8,12 +8,12 @@ knows whether a request may run twice.
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from py_scheduler.domain.backoff import backoff_seconds
 from py_scheduler.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def wait_seconds(self, failed_attempts: int) -> float:
         """The wait after that many failures (from 1): between half and the whole of the doubled base."""
-        longest = min(self.max_seconds, self.base_seconds * 2.0 ** (failed_attempts - 1))
-        return longest * random.uniform(0.5, 1.0)
+        return backoff_seconds(failed_attempts, self.base_seconds, self.max_seconds)
 
 
 class HttpClient:

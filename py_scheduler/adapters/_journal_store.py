@@ -361,11 +361,6 @@ class JournalStore:
         """Writes the database anew, as small as it gets; needs as much room again meanwhile."""
         self._database.execute("VACUUM")
 
-    def integrity_fault(self) -> str:
-        """SQLite's own opinion of its pages; empty when it has none."""
-        said = [str(row[0]) for row in self._database.execute("PRAGMA integrity_check(3)")]
-        return "" if said == ["ok"] else "; ".join(said)
-
     def close(self) -> None:
         self._database.close()
 

@@ -20,15 +20,17 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from py_scheduler.adapters._framed_child import FramedChild
 from py_scheduler.adapters._frames import FrameProtocol
 from py_scheduler.domain.runners import is_forbidden
 from py_scheduler.errors import RunnerStartError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.runners import RunnerKey, RunnerSettings
@@ -64,21 +66,21 @@ class ProcessHost:
                 ours.close()
                 raise
             try:
-                return ProcessChild(_start(theirs.fileno(), child_environment(os.environ, key, settings)), protocol)
-            except OSError as error:
+                return _start(theirs.fileno(), child_environment(os.environ, key, settings), protocol)
+            except (OSError, RuntimeError) as error:
                 protocol.close()
                 raise RunnerStartError(f"no process could be started: {error}") from error
 
     async def close(self) -> None: ...
 
 
-def _start(descriptor: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Takes about a millisecond of the loop's.
+def _start(descriptor: int, environment: dict[str, str], protocol: FrameProtocol) -> ProcessChild:
+    """Takes about a millisecond of the loop's. Raises OSError, RuntimeError for want of processes or threads.
 
     Not a loop's own subprocess: uvloop forks and goes on for a while before it execs, and children were seen to crash
     there. Not in a thread: the kernel would end a child with that thread.
     """
-    return subprocess.Popen(  # noqa: S603 -- this program itself
+    process = subprocess.Popen(  # noqa: S603 -- this program itself
         [
             sys.executable,
             # Nothing of the environment's, nor of the folder that it is started in, decides what is imported.
@@ -96,41 +98,23 @@ def _start(descriptor: int, environment: dict[str, str]) -> subprocess.Popen[byt
         env=environment,
         start_new_session=True,
     )
+    try:
+        return ProcessChild(process, protocol)
+    except BaseException:
+        _kill_session_of(process)
+        process.wait()
+        raise
 
 
-class ProcessChild:
-    """One process. Implements `domain.runners.Child`."""
+class ProcessChild(FramedChild):
+    """One process."""
 
     def __init__(self, process: subprocess.Popen[bytes], protocol: FrameProtocol) -> None:
-        self.pid = process.pid
         self._process = process
-        self._protocol = protocol
-        self._why = ""
-        self._on_end: Callable[[str], None] | None = None
-        self._how = ""
         self._loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
-        threading.Thread(target=self._wait, name=f"wait for {self.pid}", daemon=True).start()
-        self.watch = asyncio.get_running_loop().create_task(self._watch())
-
-    @property
-    def is_alive(self) -> bool:
-        return not (self._exited.is_set() or self._protocol.lost.is_set())
-
-    def send(self, frame: bytes) -> None:
-        self._protocol.send(frame)
-
-    def listen(self, on_frame: Callable[[bytes], None], on_end: Callable[[str], None]) -> None:
-        self._protocol.listen(on_frame)
-        if self._how:
-            on_end(self._how)
-        else:
-            self._on_end = on_end
-
-    def kill(self, why: str = "") -> None:
-        if not self._exited.is_set():
-            self._why = self._why or why
-        self._kill_session()
+        threading.Thread(target=self._wait, name=f"wait for {process.pid}", daemon=True).start()
+        super().__init__(process.pid, protocol)
 
     def resident_mib(self) -> float | None:
         try:
@@ -139,30 +123,31 @@ class ProcessChild:
             return None
         return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
 
-    def _kill_session(self) -> None:
-        if self._process.returncode is not None:
-            return
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass  # Nothing of it is left.
+    @property
+    def _has_ended(self) -> bool:
+        return self._exited.is_set()
+
+    def _end_by_force(self) -> None:
+        if self._process.returncode is None:
+            _kill_session_of(self._process)
 
     def _wait(self) -> None:
-        """In a thread: nothing else tells a loop of any kind that a process has ended. Reaping it is for `_watch`."""
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        """In a thread: nothing else tells a loop of any kind that a process has ended. Reaping it is for `_end`."""
+        with suppress(ChildProcessError):  # Something of this program reaped it, which is no reason to wait on.
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         try:
             self._loop.call_soon_threadsafe(self._exited.set)
         except RuntimeError:  # The loop is closed: nobody asks any more.
             self._process.wait()
 
-    async def _watch(self) -> None:
+    async def _end(self) -> str:
         exited = asyncio.ensure_future(self._exited.wait())
         lost = asyncio.ensure_future(self._protocol.lost.wait())
         await asyncio.wait([exited, lost], return_when=asyncio.FIRST_COMPLETED)
         if not exited.done():
             await asyncio.wait([exited], timeout=_EOF_SECONDS)
         # What its handler has started may hold the socket open, and is of no use without it.
-        self._kill_session()
+        self._end_by_force()
         await exited
         return_code = self._process.wait()  # It has ended.
         if not lost.done():
@@ -171,9 +156,13 @@ class ProcessChild:
             await asyncio.wait([lost], timeout=_EOF_SECONDS)
             self._protocol.close()
         await lost
-        self._how = how_it_ended(return_code, self._why)
-        if self._on_end is not None:
-            self._on_end(self._how)
+        return how_it_ended(return_code)
+
+
+def _kill_session_of(process: subprocess.Popen[bytes]) -> None:
+    """Which must not have been reaped."""
+    with suppress(ProcessLookupError, PermissionError):  # Nothing of it is left.
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def import_path() -> list[str]:
@@ -181,16 +170,14 @@ def import_path() -> list[str]:
     return [str(Path(folder).absolute()) for folder in sys.path]
 
 
-def how_it_ended(return_code: int, why: str = "") -> str:
-    """`exit status 1`, `signal SIGKILL`; with why, when it was the server that killed it."""
+def how_it_ended(return_code: int) -> str:
+    """`exit status 1`, `signal SIGKILL`."""
     if return_code >= 0:
-        how = f"exit status {return_code}"
-    else:
-        try:
-            how = f"signal {signal.Signals(-return_code).name}"
-        except ValueError:
-            how = f"signal {-return_code}"
-    return f"{why} ({how})" if why else how
+        return f"exit status {return_code}"
+    try:
+        return f"signal {signal.Signals(-return_code).name}"
+    except ValueError:
+        return f"signal {-return_code}"
 
 
 def child_environment(environment: Mapping[str, str], key: RunnerKey, settings: RunnerSettings) -> dict[str, str]:

@@ -14,37 +14,31 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import importlib
 import logging
 import os
-import secrets
 import socket
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from py_scheduler.adapters._frames import FrameProtocol
-from py_scheduler.domain.runner_frames import Hello, read_child_frame
+from py_scheduler.adapters._newcomer import Newcomer
+from py_scheduler.adapters._ray_actor import END_SECONDS, RayActor, how_it_ended, kill, told
+from py_scheduler.domain.keys import Keys
 from py_scheduler.domain.runners import DEFAULT_ENVIRONMENT, is_forbidden
 from py_scheduler.errors import RunnerStartError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from py_scheduler.adapters._frames import FrameProtocol
     from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.runner_frames import Hello
     from py_scheduler.domain.runners import RaySettings, RunnerKey, RunnerSettings
+
+    _Arrived = asyncio.Future[tuple[FrameProtocol, int]]
 
 _log = logging.getLogger(__name__)
 
-_HELLO_SECONDS = 10.0
-_MAX_HELLO_BYTES = 4_096
 _WATCH_SECONDS = 1.0
-_END_SECONDS = 5.0
-"""How long Ray may take to say that an actor has ended; a node that is gone says nothing for half a minute."""
-_SECRET_BYTES = 32
-_MAX_HOW = 300
 _ENTRY = "py_scheduler.worker_main"
 
 
@@ -76,10 +70,12 @@ class RayHost:
         self._actor_class: Any = None
         self._server: asyncio.Server | None = None
         self._address = ("", 0)
-        self._expected: dict[bytes, tuple[str, asyncio.Future[tuple[FrameProtocol, int]]]] = {}
+        self._expected: Keys[_Arrived] = Keys()
         self._children: set[RayActor] = set()
         self._unwanted: set[asyncio.Future[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
+        self._looking = asyncio.Lock()
+        self._known_nodes: set[str] | None = None
         self.node_changed: Callable[[str, bool], None] = lambda _node, _is_there: None
 
     def key_of(self, token: PlacementToken) -> RunnerKey:
@@ -107,10 +103,11 @@ class RayHost:
         host, _, port = self._settings.listen.rpartition(":")
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: _Newcomer(self._admit), host.strip("[]"), int(port))
+            self._server = await loop.create_server(lambda: Newcomer(self._admit), host.strip("[]"), int(port))
         except OSError as error:
             raise RunnerStartError(f"ray.listen: {self._settings.listen} cannot be had: {error}") from error
         self._address = (self._settings.advertised_host or host.strip("[]"), _port_of(self._server))
+        self._known_nodes = None
         self._watcher = loop.create_task(self._watch_nodes())
 
     async def _close(self) -> None:
@@ -131,18 +128,24 @@ class RayHost:
     # Starting
 
     async def launch(self, key: RunnerKey, settings: RunnerSettings) -> RayActor:
+        try:
+            return await self._launch(key, settings)
+        except RunnerStartError:
+            # So that who waits for a node that is gone hears that, and not that nothing can be started there.
+            await self._look_at_nodes()
+            raise
+
+    async def _launch(self, key: RunnerKey, settings: RunnerSettings) -> RayActor:
         node, gpu_ids = key
         node_id = await self._node_id(node) if node else None
-        secret = secrets.token_urlsafe(_SECRET_BYTES)
-        arrived: asyncio.Future[tuple[FrameProtocol, int]] = asyncio.get_running_loop().create_future()
-        self._expected[_digest(secret)] = (secret, arrived)
+        arrived: _Arrived = asyncio.get_running_loop().create_future()
+        secret = self._expected.issue(arrived)
         variables = actor_environment(os.environ, gpu_ids, settings)
         starting = asyncio.ensure_future(asyncio.to_thread(self._start_actor, node_id, secret, variables))
         try:
             # Ray goes on with it even if nobody waits any more.
             actor, ended = await asyncio.shield(starting)
-            over = asyncio.wrap_future(ended)
-            over.add_done_callback(_hear)
+            over = told(ended)
             await asyncio.wait([arrived, over], return_when=asyncio.FIRST_COMPLETED)
             if not arrived.done():
                 raise RunnerStartError(f"the actor ended before it had connected: {how_it_ended(over)}")
@@ -152,18 +155,16 @@ class RayHost:
             self._unwanted.add(unwanted)
             unwanted.add_done_callback(self._unwanted.discard)
             if starting.done():
-                await asyncio.wait([unwanted])
+                await asyncio.wait([unwanted], timeout=END_SECONDS)
             raise
         finally:
-            self._expected.pop(_digest(secret), None)
+            self._expected.revoke(secret)
         child = RayActor(self._ray, actor, over, protocol, pid, node)
         self._children.add(child)
         child.watch.add_done_callback(lambda _: self._children.discard(child))
         return child
 
-    async def _end_unwanted(
-        self, starting: asyncio.Future[tuple[Any, Any]], arrived: asyncio.Future[tuple[FrameProtocol, int]]
-    ) -> None:
+    async def _end_unwanted(self, starting: asyncio.Future[tuple[Any, Any]], arrived: _Arrived) -> None:
         """Ends an actor that nobody waits for any more, as soon as there is one."""
         await asyncio.wait([starting])
         if arrived.done():
@@ -171,10 +172,8 @@ class RayHost:
         if starting.exception() is not None:
             return
         actor, ended = starting.result()
-        self._ray.kill(actor, no_restart=True)
-        over = asyncio.wrap_future(ended)
-        over.add_done_callback(_hear)
-        await asyncio.wait([over])
+        kill(self._ray, actor)
+        await asyncio.wait([told(ended)])
 
     def _start_actor(self, node_id: str | None, secret: str, variables: dict[str, str]) -> tuple[Any, Any]:
         """In a thread: the actor, and a future of its end."""
@@ -187,8 +186,8 @@ class RayHost:
 
     def _admit(self, protocol: FrameProtocol, hello: Hello) -> bool:
         """Whether it is an actor that is waited for."""
-        secret, arrived = self._expected.get(_digest(hello.secret), ("", None))
-        if arrived is None or arrived.done() or not hmac.compare_digest(secret.encode(), hello.secret.encode()):
+        arrived = self._expected.find(hello.secret)
+        if arrived is None or arrived.done():
             return False
         arrived.set_result((protocol, hello.pid))
         return True
@@ -217,16 +216,19 @@ class RayHost:
 
     async def _watch_nodes(self) -> None:
         """Ray tells nobody when a node goes, so it is asked."""
-        known: set[str] | None = None
         while True:
+            await self._look_at_nodes()
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _look_at_nodes(self) -> None:
+        async with self._looking:  # An older answer must not come after a newer one.
             try:
                 now = set(await self.nodes())
             except Exception as error:  # noqa: BLE001 -- whatever Ray raises, it may answer the next time
                 _log.warning("Ray does not say which nodes it has: %s", error)
-            else:
-                self._nodes_are(now, now if known is None else known)
-                known = now
-            await asyncio.sleep(_WATCH_SECONDS)
+                return
+            known, self._known_nodes = self._known_nodes, now
+            self._nodes_are(now, now if known is None else known)
 
     def _nodes_are(self, now: set[str], known: set[str]) -> None:
         for node in sorted(known - now):
@@ -237,103 +239,6 @@ class RayHost:
         for node in sorted(now - known):
             _log.info("Ray node %s is there", node)
             self.node_changed(node, True)
-
-
-class RayActor:
-    """One actor. Implements `domain.runners.Child`."""
-
-    def __init__(
-        self, ray: Any, actor: Any, over: asyncio.Future[Any], protocol: FrameProtocol, pid: int, node: str
-    ) -> None:
-        self.pid = pid
-        self.node = node
-        self._ray = ray
-        self._actor = actor
-        self._over = over
-        self._protocol = protocol
-        self._why = ""
-        self._how = ""
-        self._on_end: Callable[[str], None] | None = None
-        self.watch = asyncio.get_running_loop().create_task(self._watch())
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._over.done() and not self._protocol.lost.is_set()
-
-    def send(self, frame: bytes) -> None:
-        self._protocol.send(frame)
-
-    def listen(self, on_frame: Callable[[bytes], None], on_end: Callable[[str], None]) -> None:
-        self._protocol.listen(on_frame)
-        if self._how:
-            on_end(self._how)
-        else:
-            self._on_end = on_end
-
-    def kill(self, why: str = "") -> None:
-        if not self._over.done():
-            self._why = self._why or why
-        # Returns at once; Ray may take a while, and meanwhile nothing that it says is heard.
-        self._ray.kill(self._actor, no_restart=True)
-        self._protocol.close()
-
-    def resident_mib(self) -> float | None:
-        return None  # On another machine: what Ray kills for memory ends like anything that dies.
-
-    async def _watch(self) -> None:
-        lost = asyncio.ensure_future(self._protocol.lost.wait())
-        await asyncio.wait([self._over, lost], return_when=asyncio.FIRST_COMPLETED)
-        self._protocol.close()
-        await lost
-        if not self._over.done():
-            # Its end of the connection is its own: without one it has ended, or ends now.
-            self._ray.kill(self._actor, no_restart=True)
-            await asyncio.wait([self._over], timeout=_END_SECONDS)
-        how = how_it_ended(self._over) if self._over.done() else "its connection broke"
-        self._over.add_done_callback(_hear)
-        self._how = f"{self._why} ({how})" if self._why else how
-        if self._on_end is not None:
-            self._on_end(self._how)
-
-
-def _hear(over: asyncio.Future[Any]) -> None:
-    """News of an end that nobody may be waiting for any more."""
-    if not over.cancelled():
-        over.exception()
-
-
-class _Newcomer(FrameProtocol):
-    """A connection that has not said yet whose it is."""
-
-    def __init__(self, admit: Callable[[FrameProtocol, Hello], bool]) -> None:
-        super().__init__(max_bytes=_MAX_HELLO_BYTES)
-        self._admit = admit
-        self._limit: asyncio.TimerHandle | None = None
-        self.listen(self._greeted)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        bound = transport.get_extra_info("socket")
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._limit = asyncio.get_running_loop().call_later(_HELLO_SECONDS, self.close)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        if self._limit is not None:
-            self._limit.cancel()
-
-    def _greeted(self, data: bytes) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-        try:
-            hello = read_child_frame(data)
-        except (msgspec.ValidationError, msgspec.DecodeError):
-            hello = None
-        self.hold()
-        if not isinstance(hello, Hello) or not self._admit(self, hello):
-            _log.warning("a connection to the runners' port was refused: it did not say a secret that is waited for")
-            self.close()
 
 
 def actor_environment(
@@ -350,15 +255,6 @@ def actor_environment(
     return said
 
 
-def how_it_ended(over: asyncio.Future[Any]) -> str:
-    """What Ray says of it, in one line."""
-    error = asyncio.CancelledError() if over.cancelled() else over.exception()
-    if error is None:
-        return "the actor returned"
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:_MAX_HOW]}"
-
-
 def _connected_ray(address: str) -> Any:
     """In a thread. Raises what Ray raises, ImportError included."""
     ray = importlib.import_module("ray")
@@ -370,7 +266,3 @@ def _connected_ray(address: str) -> Any:
 def _port_of(server: asyncio.Server) -> int:
     port: int = server.sockets[0].getsockname()[1]
     return port
-
-
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()

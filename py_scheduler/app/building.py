@@ -27,6 +27,7 @@ from py_scheduler.errors import (
     FieldViolation,
     UnplaceableError,
 )
+from py_scheduler.handler_parts import HANDLER_PARTS
 from py_scheduler.handlers import handler_elsewhere, load_factory, load_strategy, make_handler
 from py_scheduler.interfaces.step_desk import StepDesk
 from py_scheduler.interfaces.task_scheduler import STEP_EVENTS, TaskScheduler
@@ -35,7 +36,6 @@ from py_scheduler.rollout.sample_files import require_torch
 from py_scheduler.rollout.sources import open_source, open_sources
 from py_scheduler.scheduler.engine import Engine
 from py_scheduler.version import version
-from py_scheduler.worker_main import HANDLER_PARTS
 
 if TYPE_CHECKING:
     from py_scheduler.api.generation_http import GenerationHttp
@@ -72,6 +72,45 @@ def build(config: Config, base_dir: Path, state_dir: Path | None = None) -> Part
     Raises ConfigError with every fault.
     """
     config = config.located(base_dir)
+    found = _find(config, base_dir)
+    _tell(found.specs, found.pool, config)
+    clock = LoopClock()
+    front = _build_front(config, found.engines, clock)
+    scheduler = _build_scheduler(config, found, base_dir, _build_journal(config, state_dir), clock, front)
+    steps = TaskScheduler(
+        scheduler,
+        batching_strategy=found.batching_strategy,
+        # A server trains on saved samples only where its file says so.
+        settings=msgspec.structs.replace(config.rollout, reuse=config.rollout.reuse.defaulting_to("never")),
+        source=found.source,
+        eval_sources=found.eval_sources,
+        artifact_root=found.artifact_root,
+    )
+    desk = StepDesk(steps)
+    api = ApiServer(scheduler, version(), config.server, desk)
+    if api.tokens is not None:
+        api.tokens.on_change = scheduler.limit_namespaces
+        scheduler.limit_namespaces(api.tokens.quotas)
+    return Parts(
+        engines=found.engines, scheduler=scheduler, steps=steps, desk=desk, api=api, config=config, front=front
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What a configuration names: all that can be missing, or be wrong in itself."""
+
+    specs: list[EvaluatorSpec]
+    engines: dict[str, GenerationEngine]
+    pool: PlacementPool | None
+    source: DataSource | None
+    eval_sources: list[DataSource]
+    artifact_root: Path
+    batching_strategy: BatchingStrategy
+
+
+def _find(config: Config, base_dir: Path) -> _Found:
+    """Looks for everything, and raises ConfigError with every fault."""
     faults: list[FieldViolation] = []
     specs = build_specs(config, faults)
     engines = build_generation(config, base_dir, faults)
@@ -89,21 +128,33 @@ def build(config: Config, base_dir: Path, state_dir: Path | None = None) -> Part
             batching_strategy = load_strategy(config.scheduler.batching_strategy, "scheduler.batching_strategy")
     if faults:
         raise ConfigError(faults)
-    _tell(specs, pool, config)
-    settings, clock = config.scheduler, LoopClock()
-    front = _build_front(config, engines, clock)
+    return _Found(
+        specs=specs,
+        engines=engines,
+        pool=pool,
+        source=source,
+        eval_sources=eval_sources,
+        artifact_root=artifact_root,
+        batching_strategy=batching_strategy,
+    )
+
+
+def _build_scheduler(
+    config: Config, found: _Found, base_dir: Path, journal: Journal, clock: LoopClock, front: GenerationHttp | None
+) -> Engine:
+    settings, pool = config.scheduler, found.pool
     ray = build_ray(config)
     runners = build_runners(config, pool, ray, clock)
     if ray is not None:
         settings = msgspec.structs.replace(settings, has_fixed_nodes=False)
     scheduler = Engine(
-        specs=specs,
+        specs=found.specs,
         pool=pool,
-        generation_engines=engines,
-        journal=_build_journal(config, state_dir),
+        generation_engines=found.engines,
+        journal=journal,
         clock=clock,
         settings=settings,
-        batching_strategy=batching_strategy,
+        batching_strategy=found.batching_strategy,
         default_sampling=config.sampling,
         default_stopping=config.stopping,
         api_front=front,
@@ -113,21 +164,7 @@ def build(config: Config, base_dir: Path, state_dir: Path | None = None) -> Part
     if ray is not None and pool is not None:
         on_ray = [runner for runner in runners.values() if runner.kind == ray.kind]
         ray.node_changed = NodesOfRay(pool, cluster_nodes(config.cluster, base_dir) or (), on_ray, scheduler).changed
-    steps = TaskScheduler(
-        scheduler,
-        batching_strategy=batching_strategy,
-        # A server trains on saved samples only where its file says so.
-        settings=msgspec.structs.replace(config.rollout, reuse=config.rollout.reuse.defaulting_to("never")),
-        source=source,
-        eval_sources=eval_sources,
-        artifact_root=artifact_root,
-    )
-    desk = StepDesk(steps)
-    api = ApiServer(scheduler, version(), config.server, desk)
-    if api.tokens is not None:
-        api.tokens.on_change = scheduler.limit_namespaces
-        scheduler.limit_namespaces(api.tokens.quotas)
-    return Parts(engines=engines, scheduler=scheduler, steps=steps, desk=desk, api=api, config=config, front=front)
+    return scheduler
 
 
 def _build_journal(config: Config, state_dir: Path | None) -> Journal:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from py_scheduler.adapters.process_runner import ProcessHost, import_path
-from py_scheduler.domain.runners import HandlerPlan
+from py_scheduler.domain.runners import ANYWHERE, HandlerPlan
 from py_scheduler.errors import AlreadyExistsError, NotFoundError
-from py_scheduler.execution.child_runner import ANYWHERE, ChildRunner
+from py_scheduler.execution.child_runner import ChildRunner
 from py_scheduler.rollout.environment import variables
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from py_scheduler.app.engines import base_role
 from py_scheduler.app.loop_watchdog import LoopWatchdog
 from py_scheduler.app.state import state_dir_of
 from py_scheduler.containment import contained_task
-from py_scheduler.errors import ConfigError, EngineUnavailableError
+from py_scheduler.errors import ConfigError, EngineUnavailableError, first_of
 from py_scheduler.knobs import hand_set_warnings
 from py_scheduler.version import version
 
@@ -129,7 +129,7 @@ async def start_engines(parts: Parts, stack: AsyncExitStack, stop: asyncio.Event
                 await asyncio.wait(starting)
             stopping.cancel()
     except BaseExceptionGroup as group:
-        raise _first_of(group) from None
+        raise first_of(group) from None
     return not any(task.cancelled() for task in starting)
 
 
@@ -154,11 +154,6 @@ async def _cancel_upon(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> 
     await stop.wait()
     for task in tasks:
         task.cancel()
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = group.exceptions[0]
-    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 @contextmanager

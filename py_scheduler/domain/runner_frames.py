@@ -12,6 +12,7 @@ to a frame.
       during any of them: <- Ask, Answer | Refused ->, <- Withdraw, Cancel ->
       Leave ->                                 ends
 
+An order of the server's has a number, which its word bears: a word that comes late answers no other order.
 Everything that touches an engine, the record or the clock is asked of the server, so a child holds none of them. The
 server decodes frames of a child as strictly as any other input: it runs somebody's handler.
 """
@@ -27,7 +28,7 @@ from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import Outcome, SampleDone
 from py_scheduler.domain.task import Sample, Task
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -89,18 +90,20 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    pass
+    order_no: int
 
 
 class Unfit(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """The handler cannot be made, and why."""
 
+    order_no: int
     message: str
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """resident_mib: what the child holds of its machine's memory."""
 
+    order_no: int
     resident_mib: float
 
 
@@ -118,6 +121,7 @@ class Withdraw(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 class Returned(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """value: an `AgentSaid`, a `RewardSaid` or a list of these, by what was played."""
 
+    order_no: int
     value: msgspec.Raw
     resident_mib: float = 0.0
 
@@ -125,6 +129,7 @@ class Returned(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 class Raised(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """error: one line. shown: the traceback, for the log. is_cancelled: the cancellation itself came out."""
 
+    order_no: int
     outcome: Outcome
     error: str
     shown: str = ""
@@ -155,7 +160,8 @@ class RewardSaid(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     details: bytes
 
 
-ChildFrame = Hello | Ready | Unfit | Pong | Ask | Withdraw | Returned | Raised | Leaving
+Word = Ready | Unfit | Pong | Returned | Raised
+ChildFrame = Hello | Word | Ask | Withdraw | Leaving
 
 
 # From the server
@@ -164,6 +170,7 @@ ChildFrame = Hello | Ready | Unfit | Pong | Ask | Withdraw | Returned | Raised |
 class MakeHandler(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """name: `module:Class`. key: the evaluator's in the configuration. import_path: folders that the server has too."""
 
+    order_no: int
     name: str
     arguments: dict[str, Any]
     key: str
@@ -171,7 +178,7 @@ class MakeHandler(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False)
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    pass
+    order_no: int
 
 
 class TokenSaid(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
@@ -184,6 +191,7 @@ class TokenSaid(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 class PlayRun(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """variables: for the child's environment while it plays this sample."""
 
+    order_no: int
     sample: Sample
     attempt_no: int
     token: TokenSaid | None
@@ -192,10 +200,11 @@ class PlayRun(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
 
 class PlayEval(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    pass
+    order_no: int
 
 
 class PlayGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    order_no: int
     task: Task
     samples: list[SampleDone]
 
@@ -222,7 +231,8 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     pass
 
 
-ServerFrame = MakeHandler | Ping | PlayRun | PlayEval | PlayGroup | Cancel | Answer | Refused | Leave
+Order = MakeHandler | Ping | PlayRun | PlayEval | PlayGroup
+ServerFrame = Order | Cancel | Answer | Refused | Leave
 
 _encoder = msgspec.msgpack.Encoder()
 _of_child = msgspec.msgpack.Decoder(ChildFrame)

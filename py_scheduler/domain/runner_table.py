@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from py_scheduler.domain.aligned_table import aligned
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from py_scheduler.domain.runners import RunnerView
-
-_GAP = " | "
 
 
 def runner_state(view: RunnerView) -> dict[str, Any]:
@@ -39,10 +39,7 @@ def runner_table(views: Iterable[RunnerView]) -> str:
     keys = list(dict.fromkeys(key for _, state in states for key in state))
     rows = [["runner_id", *keys]]
     rows += [[runner_id, *(_one_line(state.get(key, "-")) for key in keys)] for runner_id, state in states]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [_GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "-+-".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return "\n".join(aligned(rows))
 
 
 def _one_line(value: object) -> str:

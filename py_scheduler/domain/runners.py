@@ -25,6 +25,8 @@ RunnerKind = Literal["inline", "process", "ray"]
 RunnerKey = tuple[str, tuple[int, ...] | None]
 """Where a child may work: the node's address (empty: anywhere) and the GPUs that it sees (None: no pool says)."""
 
+ANYWHERE: RunnerKey = ("", None)
+
 DEFAULT_ENVIRONMENT = ("HOME", "HF_HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER")
 
 
@@ -32,7 +34,8 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The `runner_settings` of an evaluator whose runner is `process` or `ray`.
 
     max_runners: children at once. min_runners: started with the server, which does not start when they cannot be.
-    prepare_concurrency: how many of them start at once. prepare_max_retries: further tries of a start that failed.
+    prepare_concurrency: how many of them start at once. prepare_max_retries: further tries of a start that failed;
+    after these it is tried again later, and where no other child lives, who waits loses an attempt over it.
     start_seconds: what one try may take, importing and making the handler included.
     max_resident_mib: a child that is larger than this after an attempt is replaced; None: never.
     hard_resident_mib: a child that is larger than this is killed in the middle of its attempt (process runners).

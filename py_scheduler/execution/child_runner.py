@@ -1,13 +1,16 @@
 """Runners that are children outside the loop, processes or actors: how many there are, and who gets which.
 
 Invariants
-  1. A resident is one child's place, kept over restarts: STARTING, IDLE, BUSY or FAILED, and at most `max_runners` of
-     them. One that is dead, too large or under suspicion is replaced before its place counts as capacity again.
+  1. At most `max_runners` places have a child or one on its way: STARTING, IDLE or BUSY. A child that is dead, too
+     large or under suspicion is replaced before its place counts as capacity again.
   2. A child that is handed out has answered a ping since; a slot waits for one before its attempt is begun, so a child
      that dies while nobody plays costs no attempt.
   3. A place whose start failed is tried again after a backoff, for as long as somebody waits for it: capacity is never
-     lost, and a start that always fails is not tried in a loop.
-  4. A child sees the GPUs that it was started with: it plays for tokens of those GPUs alone.
+     lost, and a start that always fails is not tried in a loop. Meanwhile the place takes no room from others.
+  4. Nobody waits in vain: who waits for children of which there is none, and could be started none, gets an empty seat.
+     What is played there is lost, so a task's own budget bounds how often that is tried.
+  5. A child sees the GPUs that it was started with: it plays for tokens of those GPUs alone. Who waits for GPUs that
+     have no child at all is not passed over for ever by who shares one.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.runners import RunnerState
+from py_scheduler.domain.runners import ANYWHERE, RunnerState
 from py_scheduler.errors import RunnerStartError
-from py_scheduler.execution.child_session import ChildSession
-from py_scheduler.execution.resident import ChildSeat, Resident
+from py_scheduler.execution.child_memory import MemoryWatch
+from py_scheduler.execution.child_place import ChildSeat, EmptySeat
+from py_scheduler.execution.child_places import ChildPlaces
+from py_scheduler.execution.child_starter import ChildStarter
 from py_scheduler.execution.runner import SeatGoneError
 
 if TYPE_CHECKING:
@@ -30,25 +34,17 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import Clock, TimerHandle
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.runners import ChildHost, HandlerPlan, RunnerKey, RunnerSettings, RunnerView
-    from py_scheduler.execution.child_session import Variables
+    from py_scheduler.execution.child_line import Line
+    from py_scheduler.execution.child_place import ChildPlace
+    from py_scheduler.execution.child_session import ChildSession, Variables
+    from py_scheduler.execution.runner import Seat
 
 logger = logging.getLogger(__name__)
 
-ANYWHERE: RunnerKey = ("", None)
 _PING_SECONDS = 10.0
-_END_SECONDS = 5.0
+_LEAVE_SECONDS = 5.0
 _FIRST_BACKOFF_SECONDS = 1.0
 _MAX_BACKOFF_SECONDS = 30.0
-_MEMORY_SECONDS = 0.5
-"""Between two looks at what busy children hold: nothing tells when memory grows."""
-
-
-class _Waiter:
-    """A slot that wants a child. arrival_no: who is older goes first, whichever of the children would do for both."""
-
-    def __init__(self, arrival_no: int) -> None:
-        self.arrival_no = arrival_no
-        self.given: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
 
 
 class ChildRunner:
@@ -73,24 +69,17 @@ class ChildRunner:
     ) -> None:
         self.kind = host.kind
         self._evaluator_id = evaluator_id
-        self._plan = plan
         self._host = host
         self._settings = settings
         self._clock = clock
-        self._variables = variables
-        self._import_path = import_path
         self._first_key = first_key
-        self._numbers = itertools.count()
-        self._residents: dict[str, Resident] = {}
-        self._idle: dict[RunnerKey, list[Resident]] = {}
+        self._starter = ChildStarter(host, settings, plan, variables, import_path)
+        self._places = ChildPlaces(evaluator_id, settings.max_runners)
+        self._memory = MemoryWatch(self._places, settings.hard_resident_mib, clock)
         self._arrivals = itertools.count()
-        self._waiting: dict[RunnerKey, deque[_Waiter]] = {}
         self._gone_nodes: set[str] = set()
-        self._starting = asyncio.Semaphore(settings.prepare_concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sessions: set[ChildSession] = set()
         self._leaving: dict[ChildSession, TimerHandle] = {}
-        self._is_watching_memory = False
         self._is_open = False
         self._is_closed = False
 
@@ -100,270 +89,240 @@ class ChildRunner:
         await self._host.open()
         self._is_open = True
         for _ in range(min(self._settings.min_runners, self._settings.max_runners)):
-            self._start(self._new_resident(self._first_key))
-        if self._tasks:
+            self._start(self._places.new(self._first_key))
+        while self._tasks:  # One that fails is followed by another try.
             await asyncio.wait([*self._tasks])
-        failed = [resident for resident in self._residents.values() if resident.state is RunnerState.FAILED]
+        failed = [place for place in self._places if place.state is RunnerState.FAILED]
         if failed:
             await self.close()
             raise RunnerStartError(f"evaluator {self._evaluator_id!r}: no runner could be started: {failed[0].message}")
 
-    async def take_seat(self, token: PlacementToken | None) -> ChildSeat:
-        return await self._take(ANYWHERE if token is None else self._host.key_of(token))
+    async def take_seat(self, token: PlacementToken | None) -> Seat:
+        try:
+            return await self._take(ANYWHERE if token is None else self._host.key_of(token))
+        except RunnerStartError as error:
+            return EmptySeat(f"no runner could be started: {error}")
 
     def views(self) -> list[RunnerView]:
         now = self._clock.monotonic()
-        return [resident.view(self.kind, self._evaluator_id, now) for resident in self._residents.values()]
+        return [place.view(self.kind, self._evaluator_id, now) for place in self._places]
 
     async def close(self) -> None:
         self._is_closed = True
+        for line in self._places.lines:
+            line.forget_failure()
+            line.refuse_all(SeatGoneError("the server is ending"))
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait([*self._tasks])
-        for session in self._sessions:
-            session.kill("the server is ending")
-        ends = [asyncio.ensure_future(session.over.wait()) for session in self._sessions]
-        if ends:
-            _done, late = await asyncio.wait(ends, timeout=_END_SECONDS)
-            for end in late:
-                end.cancel()
-        self._residents.clear()
-        self._idle.clear()
+        self._memory.end()
+        await self._starter.close()
+        self._places.clear()
         if self._is_open:
             self._is_open = False
             await self._host.close()
+
+    def drop_node(self, node_ip: str) -> None:
+        """The node is gone: nobody waits for runners there any more."""
+        self._gone_nodes.add(node_ip)
+        for line in [line for line in self._places.lines if line.key[0] == node_ip]:
+            line.refuse_all(SeatGoneError(f"node {node_ip} is gone"))
+            if line.failed is not None:
+                self._places.drop(line.failed)
+
+    def add_node(self, node_ip: str) -> None:
+        self._gone_nodes.discard(node_ip)
 
     # Taking and leaving
 
     async def _take(self, key: RunnerKey) -> ChildSeat:
         while True:
-            resident = self._pop_idle(key) or await self._wait_for(key)
-            session = resident.session
+            place = self._pop_idle(key) or await self._wait_for(key)
+            session = place.session
             assert session is not None, "who is handed out has a child"
             try:
                 async with asyncio.timeout(_PING_SECONDS):
                     is_alive = await session.ping()
             except TimeoutError:
-                logger.warning("runner %s did not answer within %g s", resident.runner_id, _PING_SECONDS)
+                logger.warning("runner %s did not answer within %g s", place.runner_id, _PING_SECONDS)
                 is_alive = False
-            except asyncio.CancelledError:
-                self.leave(resident)
+            except BaseException:
+                self.leave(place)
                 raise
             if is_alive:
-                return ChildSeat(self.leave, resident, session)
-            self.leave(resident, suspicion="it did not say that it was alive")
+                place.failed_tries = place.failed_rounds = 0
+                place.has_played = True
+                return ChildSeat(self.leave, place, session)
+            self.leave(place, suspicion="it did not say that it was alive")
+            if place.state is RunnerState.FAILED and self._places.is_hopeless(self._places.line(key)):
+                raise RunnerStartError(place.message)
 
-    def leave(self, resident: Resident, *, suspicion: str = "") -> None:
-        """Gives a resident back, and replaces its child if that is not what it should be."""
-        session = resident.session
+    def leave(self, place: ChildPlace, *, suspicion: str = "") -> None:
+        """Gives a place back, and replaces its child if that is not what it should be."""
+        session, limit = place.session, self._settings.max_resident_mib
         assert session is not None
+        if self._is_closed:
+            return
         if not session.is_alive:
-            resident.message = f"the runner before this one ended: {session.how_it_ended or 'its connection broke'}"
+            why = f"ended: {session.how_it_ended or 'its connection broke'}"
         elif suspicion:
             session.kill("it is replaced")
-            resident.message = f"the runner before this one was replaced: {suspicion}"
-        elif self._is_too_large(session):
-            # It has nothing to do any more; one that does not leave by itself is made to.
-            session.retire()
-            self._leaving[session] = self._clock.call_at(
-                self._clock.monotonic() + _END_SECONDS, lambda: session.kill("it did not leave")
-            )
-            resident.message = (
-                f"the runner before this one was replaced: it held {session.resident_mib:.0f} MiB, max_resident_mib is "
-                f"{self._settings.max_resident_mib:g}"
-            )
+            why = f"was replaced: {suspicion}"
+        elif limit is not None and session.resident_mib > limit:
+            self._retire(session)
+            why = f"was replaced: it held {session.resident_mib:.0f} MiB, max_resident_mib is {limit:g}"
         else:
-            self._release(resident)
+            self._release(place)
             return
-        logger.warning("runner %s: %s", resident.runner_id, resident.message)
-        resident.session = None
-        if resident.key[0] in self._gone_nodes:
-            self._residents.pop(resident.runner_id, None)
-            self._provide_all()
-            return
-        resident.restarts += 1
-        self._start(resident)
+        place.message = f"the runner before this one {why}"
+        logger.warning("runner %s: %s", place.runner_id, place.message)
+        self._replace(place)
 
-    def drop_node(self, node_ip: str) -> None:
-        """The node is gone: nobody waits for runners there any more."""
-        self._gone_nodes.add(node_ip)
-        for key in [key for key in self._waiting if key[0] == node_ip]:
-            for waiter in self._waiting.pop(key):
-                if not waiter.given.done():
-                    waiter.given.set_exception(SeatGoneError(f"node {node_ip} is gone"))
+    def _retire(self, session: ChildSession) -> None:
+        """It has nothing to do any more; one that does not leave by itself is made to."""
+        session.retire()
+        until = self._clock.monotonic() + _LEAVE_SECONDS
+        self._leaving[session] = self._clock.call_at(until, lambda: session.kill("it did not leave"))
 
-    def add_node(self, node_ip: str) -> None:
-        self._gone_nodes.discard(node_ip)
-
-    def _pop_idle(self, key: RunnerKey) -> Resident | None:
-        if key != ANYWHERE:
-            idle = self._idle.get(key)
+    def _replace(self, place: ChildPlace) -> None:
+        place.session = None
+        place.restarts += 1
+        if place.has_played:
+            self._start(place)
         else:
-            idle = self._idle.get(key) or next((some for some in self._idle.values() if some), None)
-        if not idle:
-            return None
-        resident = idle.pop()
-        resident.state = RunnerState.BUSY
-        self._watch_memory()
-        return resident
+            self._has_failed(place)
 
-    async def _wait_for(self, key: RunnerKey) -> Resident:
+    def _pop_idle(self, key: RunnerKey) -> ChildPlace | None:
+        line = self._places.line_with_idle(key)
+        return None if line is None else self._busy(line.idle.pop())
+
+    def _busy(self, place: ChildPlace) -> ChildPlace:
+        place.state = RunnerState.BUSY
+        self._memory.begin()
+        return place
+
+    async def _wait_for(self, key: RunnerKey) -> ChildPlace:
+        if self._is_closed:
+            raise SeatGoneError("the server is ending")
         if key[0] in self._gone_nodes:
             raise SeatGoneError(f"node {key[0]} is gone")
-        waiter, queue = _Waiter(next(self._arrivals)), self._waiting.setdefault(key, deque())
-        queue.append(waiter)
-        self._provide(key)
+        line = self._places.line(key)
+        waiter = line.join(next(self._arrivals))
+        self._provide(line)
         try:
             return await waiter.given
         except asyncio.CancelledError:
-            if waiter in queue:
-                queue.remove(waiter)
-            elif not waiter.given.cancelled() and waiter.given.exception() is None:
-                self._release(waiter.given.result())
+            if (given := line.withdraw(waiter)) is not None:
+                self._release(given)
+            self._provide(line)
             raise
 
-    def _release(self, resident: Resident) -> None:
-        """To whoever has waited longest for one like it, or it idles."""
-        queues = [queue for key in {resident.key, ANYWHERE} if (queue := self._waiting_for(key))]
-        if queues:
-            waiter = min(queues, key=lambda queue: queue[0].arrival_no).popleft()
-            resident.state = RunnerState.BUSY
-            waiter.given.set_result(resident)
-            self._watch_memory()
+    def _release(self, place: ChildPlace) -> None:
+        """To whoever has waited longest for one like it, or it idles; or it makes room for who has none at all."""
+        line = self._places.line_served_by(place)
+        if line.first is None:
+            place.state = RunnerState.IDLE
+            self._places.line(place.key).idle.append(place)
+        elif not self._places.is_anybody_starved(line.arrival_no):
+            line.give(self._busy(place))
             return
-        resident.state = RunnerState.IDLE
-        self._idle.setdefault(resident.key, []).append(resident)
+        else:
+            self._let_go(place)
         self._provide_all()
 
-    def _waiting_for(self, key: RunnerKey) -> deque[_Waiter]:
-        """Without those that were cancelled and have not had their turn to leave yet."""
-        queue = self._waiting.get(key, deque())
-        while queue and queue[0].given.cancelled():
-            queue.popleft()
-        return queue
+    # Places
 
-    # Starting
-
-    def _provide_all(self) -> None:
-        for key in [*self._waiting]:
-            self._provide(key)
-
-    def _provide(self, key: RunnerKey) -> None:
-        """Starts as many as are waited for, as far as there is room."""
-        like_it = [resident for resident in self._residents.values() if resident.key == key]
-        if self._is_closed or any(resident.state is RunnerState.FAILED for resident in like_it):
-            return
-        missing = len(self._waiting_for(key)) - sum(one.state is RunnerState.STARTING for one in like_it)
-        for _ in range(missing):
-            if len(self._residents) >= self._settings.max_runners and not self._make_room():
-                return
-            self._start(self._new_resident(key))
+    def _let_go(self, place: ChildPlace) -> None:
+        assert place.session is not None
+        place.session.kill("its place is needed for other GPUs")
+        place.session = None
+        self._places.drop(place)
 
     def _make_room(self) -> bool:
         """Lets an idle child go that nobody waits for."""
-        idle = next((some for some in self._idle.values() if some), None)
-        if idle is None:
-            return False
-        resident = idle.pop(0)
-        assert resident.session is not None
-        resident.session.kill("its place is needed for other GPUs")
-        resident.session = None
-        del self._residents[resident.runner_id]
-        return True
+        line = self._places.line_with_idle(ANYWHERE)
+        if line is not None:
+            self._let_go(line.idle.pop(0))
+        return line is not None
 
-    def _new_resident(self, key: RunnerKey) -> Resident:
-        resident = Resident(f"{self._evaluator_id}/{next(self._numbers)}", key)
-        self._residents[resident.runner_id] = resident
-        return resident
+    def _provide_all(self) -> None:
+        for line in self._places.lines:
+            self._provide(line)
 
-    def _start(self, resident: Resident) -> None:
+    def _provide(self, line: Line) -> None:
+        """Starts as many as are waited for, as far as there is room."""
+        if self._is_closed or line.is_held_back:
+            return
+        if line.failed is not None and line.missing <= 0:
+            self._places.drop(line.failed)
+        for _ in range(line.missing):
+            if not (self._places.has_room or self._make_room()):
+                return
+            if line.failed is not None:
+                place = line.failed
+                line.forget_failure()
+                place.restarts += 1
+            else:
+                place = self._places.new(line.key)
+            self._start(place)
+
+    # Starting
+
+    def _start(self, place: ChildPlace) -> None:
         if self._is_closed:
             return
-        resident.state = RunnerState.STARTING
-        task = asyncio.get_running_loop().create_task(self._bring_up(resident), name=f"start {resident.runner_id}")
+        if place.key[0] in self._gone_nodes:
+            self._places.drop(place)
+            self._provide_all()
+            return
+        place.state = RunnerState.STARTING
+        place.has_played = False
+        task = asyncio.get_running_loop().create_task(self._bring_up(place), name=f"start {place.runner_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _bring_up(self, resident: Resident) -> None:
-        for tries_left in range(self._settings.prepare_max_retries, -1, -1):
-            try:
-                async with self._starting:
-                    resident.session = await self._launch(resident)
-            except RunnerStartError as error:
-                resident.message = str(error)
-                logger.warning("runner %s did not start (%d tries left): %s", resident.runner_id, tries_left, error)
-            else:
-                resident.failed_starts = 0
-                self._release(resident)
-                return
-        self._failed(resident)
-
-    async def _launch(self, resident: Resident) -> ChildSession:
-        settings = self._settings
+    async def _bring_up(self, place: ChildPlace) -> None:
         try:
-            async with asyncio.timeout(settings.start_seconds):
-                child = await self._host.launch(resident.key, settings)
-                session = ChildSession(child, self._variables, lambda ended: self._ended(resident, ended))
-                self._sessions.add(session)
-                try:
-                    await session.prepare(self._plan, self._import_path)
-                except BaseException:
-                    session.kill("it was not ready")
-                    raise
-        except TimeoutError:
-            raise RunnerStartError(f"not ready within start_seconds ({settings.start_seconds:g})") from None
-        except (RunnerStartError, asyncio.CancelledError):
-            raise
-        except Exception as error:  # whatever a host meets, the place is tried again
-            raise RunnerStartError(f"{type(error).__name__}: {error}") from error
-        return session
-
-    def _failed(self, resident: Resident) -> None:
-        resident.state = RunnerState.FAILED
-        resident.failed_starts += 1
-        backoff = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (resident.failed_starts - 1))
-        self._clock.call_at(self._clock.monotonic() + backoff, lambda: self._try_again(resident))
-
-    def _try_again(self, resident: Resident) -> None:
-        if self._residents.get(resident.runner_id) is not resident or self._is_closed:
-            return
-        if self._waiting_for(resident.key):
-            resident.restarts += 1
-            self._start(resident)
+            place.session = await self._starter.launch(place.key, lambda ended: self._ended(place, ended))
+        except RunnerStartError as error:
+            place.message = str(error)
+            self._has_failed(place)
         else:
-            del self._residents[resident.runner_id]
-            self._provide_all()
+            self._release(place)
 
-    def _ended(self, resident: Resident, session: ChildSession) -> None:
+    def _has_failed(self, place: ChildPlace) -> None:
+        """A start came to nothing: once more, or not before a while."""
+        place.failed_tries += 1
+        tries_left = self._settings.prepare_max_retries + 1 - place.failed_tries
+        logger.warning("runner %s did not start (%d tries left): %s", place.runner_id, tries_left, place.message)
+        if tries_left > 0:
+            self._start(place)
+            return
+        place.failed_tries = 0
+        place.failed_rounds += 1
+        place.state = RunnerState.FAILED
+        line = self._places.line(place.key)
+        if line.failed is not None or self._is_closed or place.key[0] in self._gone_nodes:
+            self._places.drop(place)
+        else:
+            backoff_seconds = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (place.failed_rounds - 1))
+            until = self._clock.monotonic() + backoff_seconds
+            line.failed, line.backoff = place, self._clock.call_at(until, lambda: self._may_try_again(line))
+        if self._places.is_hopeless(line):
+            line.refuse_all(RunnerStartError(place.message))
+        self._provide_all()
+
+    def _may_try_again(self, line: Line) -> None:
+        line.may_try_again = True
+        self._provide(line)
+
+    def _ended(self, place: ChildPlace, session: ChildSession) -> None:
         """A child is no more. Who plays with it hears so by himself; one that idled leaves its place to others."""
-        self._sessions.discard(session)
         if (timer := self._leaving.pop(session, None)) is not None:
             timer.cancel()
-        if resident.session is session and resident.state is RunnerState.IDLE and not self._is_closed:
-            logger.warning("runner %s ended while it was idle: %s", resident.runner_id, session.how_it_ended)
-            self._idle[resident.key].remove(resident)
-            self._residents.pop(resident.runner_id, None)
+        if place.session is session and place.state is RunnerState.IDLE and not self._is_closed:
+            logger.warning("runner %s ended while it was idle: %s", place.runner_id, session.how_it_ended)
+            self._places.line(place.key).idle.remove(place)
+            self._places.drop(place)
             self._provide_all()
-
-    # Memory
-
-    def _is_too_large(self, session: ChildSession) -> bool:
-        limit = self._settings.max_resident_mib
-        return limit is not None and session.resident_mib > limit
-
-    def _watch_memory(self) -> None:
-        if self._settings.hard_resident_mib is not None and not self._is_watching_memory:
-            self._is_watching_memory = True
-            self._clock.call_at(self._clock.monotonic() + _MEMORY_SECONDS, self._look_at_memory)
-
-    def _look_at_memory(self) -> None:
-        self._is_watching_memory = False
-        limit = self._settings.hard_resident_mib
-        busy = [one for one in self._residents.values() if one.state is RunnerState.BUSY and one.session is not None]
-        for session in [one.session for one in busy if one.session is not None]:
-            size = session.child.resident_mib()
-            if limit is not None and size is not None and size > limit:
-                session.kill(f"it held {size:.0f} MiB, hard_resident_mib is {limit:g}")
-        if busy and not self._is_closed:
-            self._watch_memory()

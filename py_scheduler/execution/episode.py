@@ -11,8 +11,6 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from py_scheduler.domain.cascade import dataset_config, resolve_sampling, resolve_stopping
 from py_scheduler.domain.evaluator import STUDENT, TEACHER
 from py_scheduler.domain.generation import (
@@ -26,11 +24,11 @@ from py_scheduler.domain.generation import (
 from py_scheduler.domain.runners import shown_with
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, TrajectoryBuilder
 from py_scheduler.errors import (
-    ContextOverflowError,
     FailedPreconditionError,
     GenerationAbortedError,
     GenerationError,
 )
+from py_scheduler.execution.turn_sampling import turn_sampling
 from py_scheduler.execution.workdirs import Workdirs
 
 if TYPE_CHECKING:
@@ -267,7 +265,14 @@ class HandlerEpisode:
             request = GenerationRequest(
                 rid=f"{self._session_id}-{recorder.turns_generated}",
                 token_ids=list(recorder.token_ids),
-                sampling=await self._sampling_for(role, len(recorder.token_ids), max_new_tokens, sampling),
+                sampling=await turn_sampling(
+                    self._services.gateway,
+                    role,
+                    self.sampling if sampling is None else resolve_sampling((sampling, self.sampling)),
+                    self.stopping,
+                    len(recorder.token_ids),
+                    max_new_tokens,
+                ),
                 session_id=self._session_id,
             )
             generation = await self._generate_or_abort(request, role)
@@ -371,41 +376,3 @@ class HandlerEpisode:
         if self._builder is None:
             self._builder = TrajectoryBuilder()
         return self._builder
-
-    async def _sampling_for(
-        self, role: str, context_len: int, max_new_tokens: int | None, said: SamplingParams | None
-    ) -> SamplingParams:
-        """The episode's sampling under what is said of this turn, cut to what `max_context_len` leaves.
-
-        Where nobody names a budget it is what the model's context leaves too, or the engine's default if that is less:
-        only a prompt that leaves nothing, or a budget that somebody asked for, can be too long.
-        """
-        sampling = self.sampling if said is None else resolve_sampling((said, self.sampling))
-        wanted = max_new_tokens if max_new_tokens is not None else sampling.max_new_tokens
-        is_named = wanted is not None
-        limit = self.stopping.max_context_len
-        if limit is not None:
-            room = _room(limit - context_len, f"the context has {context_len} tokens, max_context_len is {limit}")
-            wanted = room if wanted is None else min(wanted, room)
-        if not is_named:
-            wanted = await self._unnamed_budget(role, context_len, wanted)
-        if wanted == sampling.max_new_tokens:
-            return sampling
-        if wanted is not None and sampling.min_new_tokens is not None and sampling.min_new_tokens > wanted:
-            sampling = msgspec.structs.replace(sampling, min_new_tokens=wanted)
-        return msgspec.structs.replace(sampling, max_new_tokens=wanted)
-
-    async def _unnamed_budget(self, role: str, context_len: int, room: int | None) -> int | None:
-        """room: what `max_context_len` leaves; None without one. None when the engine's default is not known."""
-        info = await self._services.gateway.engine(role).model_info()
-        wanted = info.default_max_new_tokens if room is None else room
-        if wanted is None:
-            return None
-        fault = f"the context has {context_len} tokens, that of {info.name} is {info.context_length}"
-        return min(wanted, _room(info.context_length - context_len, fault))
-
-
-def _room(tokens: int, fault: str) -> int:
-    if tokens <= 0:
-        raise ContextOverflowError(fault)
-    return tokens

@@ -7,7 +7,8 @@ attempt is played, its runner knows (`execution/runner.py`); a seat at one is ta
 
 Invariants
   1. A token is released exactly once, at the end of the drain that took it, whatever ended it; so is a seat left.
-  2. No attempt is begun without a seat, so that none is lost to a runner that does not live.
+  2. No attempt is begun without a seat, so that none is lost to a runner that does not live, unless none can be
+     started.
 """
 
 from __future__ import annotations

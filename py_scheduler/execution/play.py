@@ -178,6 +178,11 @@ def _log_failure(who: str, phase: str, spec: EvaluatorSpec, error: str, raised: 
 
 def checked_result(value: object, handler: BaseAgent) -> AgentResult:
     """What `run` returned, if it is an AgentResult in every field, with names that can be stored. Raises TypeError."""
+    if isinstance(value, AgentResult) and value.metrics:
+        measured: Any = value.metrics
+        if isinstance(measured, dict):
+            measured = {name: plain_number(number) for name, number in measured.items()}
+            value = msgspec.structs.replace(value, metrics=measured)
     result = _checked(value, AgentResult, handler, "run")
     if all(type(name) is str and name.isascii() for name in result.metrics):
         return result

@@ -25,7 +25,8 @@ How an attempt reaches a runner, and what whoever writes one has to know:
   not help) the attempt ends without its worker and its token is stranded until `play` returns.
 - Phase timeouts are the attempt's: `running.begin_phase("run", seconds)` arms one.
 - `take_seat` may raise SeatGoneError when the token's place is gone for good: the slot ends, what is left of the batch
-  is placed anew.
+  is placed anew. Where no runner can be started it gives a seat at which everything is lost (`lost_report`), rather
+  than wait for ever: a task's own budget bounds how often that happens.
 
 Invariants
   1. A seat is one runner's, and one slot's at a time.
@@ -39,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from py_scheduler.domain.results import AttemptState, Outcome
 from py_scheduler.domain.task import Sample
-from py_scheduler.errors import RunnerStartError
+from py_scheduler.errors import RunnerStartError, first_of
 from py_scheduler.execution.attempt import AttemptReport, unfinished_sample
 from py_scheduler.execution.episode import HandlerEpisode
 from py_scheduler.execution.play import play_group, play_sample
@@ -154,8 +155,7 @@ async def start_runners(runners: Iterable[Runner], exits: AsyncExitStack) -> Non
                 tasks.create_task(runner.start())
     except BaseExceptionGroup as group:
         await exits.aclose()
-        failed = group.subgroup(RunnerStartError)
-        raise (failed or group).exceptions[0] from None
+        raise first_of(group.subgroup(RunnerStartError) or group) from None
 
 
 async def play_samples(running: RunningAttempt, handler: BaseAgent) -> AttemptReport:

@@ -1,5 +1,7 @@
 """Runners in processes that die, exit, block and cannot be started, as a trainer sees it that pulls its results:
 in-process, and from a server in another process over gRPC. Capacity comes back, and no task is lost.
+
+`tests/ray/test_ray_faults.py` plays the same on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -7,76 +9,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
-from tests.support.children import Pipe
-from tests.support.pulling import WAYS, Pulling, pulling
+from tests.support.pulling import WAYS, pulling
+from tests.support.runner_faults import EXITED_HARD, KILLED, Run, configuration, task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-# Two runners: two nodes of one slot each. Two failures of any kind use up a task.
-CONFIG = """
-[server]
-listen = "127.0.0.1:0"
-[cluster.layout]
-"10.0.0.1" = {{ gpus = [], cpu = 1, memory_gb = 1 }}
-"10.0.0.2" = {{ gpus = [], cpu = 1, memory_gb = 1 }}
-[scheduler]
-retry_backoff_seconds = 0.0
-stop_grace_seconds = 0.3
-[[evaluator]]
-evaluator_id = "workflow"
-handler = "tests.support.child_handlers:OddAgent"
-handler_args = {{ fault = "until:{there}" }}
-resource = {{ cpu = 1, concurrency = 1 }}
-run_resource = {{ cpu = 1 }}
-eval_resource = {{ cpu = 1 }}
-runner = "process"
-runner_settings = {{ min_runners = 2, max_runners = 2, prepare_max_retries = 1 }}
-"""
-
-
-class Run:
-    """A trainer at work, the pipe by which handlers tell, one at which nobody listens, and the file without which no
-    runner starts.
-    """
-
-    def __init__(self, trainer: Pulling, tmp_path: Path) -> None:
-        self.trainer = trainer
-        self.pipe = Pipe(tmp_path / "pipe")
-        self.unheard = Pipe(tmp_path / "unheard")
-        self.mark = tmp_path / "mark"
-        self.there = tmp_path / "there"
-
-    async def all_runners_work(self, batch_id: str = "capacity") -> None:
-        """Both of them, at once; and then a batch ends as if nothing had been."""
-        trainer = self.trainer
-        await trainer.schedule([task(f"wait {self.pipe}") for _ in range(2)], batch_id)
-        pids = {await self.pipe.told() for _ in range(2)}
-        assert len(pids) == 2
-        assert sorted(view.pid for view in await trainer.runners()) == sorted(pids)
-        await trainer.abort_batch(batch_id, return_partial_tasks=False)
-        await trainer.schedule([task("fine") for _ in range(6)], batch_id)
-        results = (await trainer.collect(batch_id, timeout_seconds=30)).results
-        assert [result.ok for result in results] == [True] * 6
-
 
 @pytest.fixture(params=WAYS)
 async def run(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Run]:
-    (tmp_path / "there").touch()
-    config = tmp_path / "scheduler.toml"
-    config.write_text(CONFIG.format(there=tmp_path / "there"))
-    async with pulling(request.param, config) as trainer:
-        yield Run(trainer, tmp_path)
-
-
-def task(prompt: str, **config: Any) -> Task:
-    return Task(config=TaskConfig(task_type="workflow", retry=RetryPolicy(max_retries=1), **config), prompt=prompt)
+    async with pulling(request.param, configuration(tmp_path, "process")) as trainer:
+        yield Run(trainer, tmp_path, "process")
 
 
 async def test_a_runner_killed_in_mid_task_costs_a_try_and_the_batch_ends_on_time(run: Run) -> None:
@@ -97,7 +46,7 @@ async def test_exit_in_a_workflow_fails_its_task_alone(run: Run, prompt: str) ->
     assert {result.task_id: result.ok for result in reply.results} == {id_: id_ != ids[0] for id_ in ids}
     (failed,) = [result for result in reply.results if not result.ok]
     assert failed.message.startswith("0/1 runs completed successfully.")
-    assert "exit status 1" in failed.message
+    assert (EXITED_HARD[run.kind] if prompt == "exit_hard 1" else "exit status 1") in failed.message
     await run.all_runners_work()
 
 
@@ -128,13 +77,13 @@ async def test_a_restart_that_fails_twice_is_tried_again_until_the_runner_is_the
     run.there.unlink()
     ids = await run.trainer.schedule([task("die"), task("die")], 1)
     await run.trainer.schedule([task("fine") for _ in range(4)], 2)
-    async with asyncio.timeout(30):
-        while "not yet" not in " ".join([view.message for view in await run.trainer.runners()]):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await run.until_one_has_failed()
+    assert "not yet" in " ".join([view.message for view in await run.trainer.runners()])
     run.there.touch()
     reply = await run.trainer.collect(1, timeout_seconds=60)
     assert {result.task_id for result in reply.results} == set(ids)
-    assert all("signal SIGKILL" in result.message for result in reply.results)
+    told = (KILLED[run.kind], "no runner could be started: ")
+    assert all(any(words in result.message for words in told) for result in reply.results)
     assert [result.ok for result in (await run.trainer.collect(2, timeout_seconds=60)).results] == [True] * 4
     await run.all_runners_work()
 
@@ -159,4 +108,26 @@ async def test_a_drained_id_is_used_again_at_once_while_runners_die(run: Run) ->
         reply = await run.trainer.collect(7, timeout_seconds=30)
         assert {result.task_id for result in reply.results} == set(ids)
         assert not await run.trainer.has_step(7)
+    await run.all_runners_work()
+
+
+async def test_who_waits_hears_that_all_runners_died_and_that_none_can_be_started(run: Run) -> None:
+    """Case 3 of the faults. Nothing here ends by a timeout: two tries of each task are all that it takes."""
+    tasks = [task(f"wait {run.pipe}"), task(f"wait {run.pipe}"), task("fine"), task("fine")]
+    ids = await run.trainer.schedule(tasks, 1)
+    pids = {await run.pipe.told() for _ in range(2)}
+    collecting = asyncio.create_task(run.trainer.collect(1))
+    run.kills.touch()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        reply = await collecting
+    assert not reply.is_timed_out
+    assert {result.task_id: result.ok for result in reply.results} == dict.fromkeys(ids, False)
+    for result in reply.results:
+        assert "no runner could be started: the runner ended before it was ready" in result.message
+        assert KILLED[run.kind] in result.message
+    started = [(event.task_id, event.attempt_no) for event in await run.trainer.starts(8)]
+    assert sorted(started) == sorted((task_id, attempt_no) for task_id in ids for attempt_no in (1, 2))
+    run.kills.unlink()
     await run.all_runners_work()

@@ -20,10 +20,11 @@ from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import RunnerStartError
 from py_scheduler.execution import child_runner
 from py_scheduler.placement import PlacementPool
-from tests.support.children import Children, Pipe, children, is_there, quick, runner_settings, until
+from tests.support.children import Children, Pipe, children, is_there, quick, runner_settings
 from tests.support.controlled_model import ControlledModel
 from tests.support.fake_clock import FakeClock, settle
 from tests.support.harness import samples_in, task_of
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from py_scheduler.domain.requests import SubmitReply
@@ -114,7 +115,7 @@ async def test_a_child_that_stands_still_is_replaced_before_it_is_given_work(mon
         (pid,) = harness.pids
         os.kill(pid, signal.SIGSTOP)
         playing = asyncio.create_task(play(harness, "fine"))
-        await until(lambda: not is_there(pid))
+        await eventually(lambda: not is_there(pid), pause_seconds=0.01)
         # Who comes in its place may take its time.
         monkeypatch.setattr(child_runner, "_PING_SECONDS", 60.0)
         assert (await playing).outcome is Outcome.SOLVED
@@ -252,7 +253,7 @@ async def test_a_restart_that_fails_is_shown_and_tried_again_until_it_works(tmp_
     async with children(arguments=arguments, settings=settings, pool=pool, spec=spec, first_key=("", ())) as harness:
         there.unlink()
         reply = await harness.submit([task_of("die", retry=RetryPolicy(max_loss_retries=0)), task_of("fine")])
-        await until(lambda: [view.state for view in harness.runner.views()] == ["failed"])
+        await eventually(lambda: [view.state for view in harness.runner.views()] == ["failed"], pause_seconds=0.01)
         (view,) = harness.runner.views()
         assert "not yet" in view.message
         assert view.pid == 0
@@ -283,7 +284,7 @@ async def test_children_end_with_a_server_that_is_killed(tmp_path: Path) -> None
     assert is_there(child)
     server.kill()
     await server.wait()
-    await until(lambda: not is_there(child))
+    await eventually(lambda: not is_there(child), pause_seconds=0.01)
 
 
 async def test_an_engine_ends_at_once_with_children_that_block(tmp_path: Path) -> None:

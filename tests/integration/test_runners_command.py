@@ -75,6 +75,6 @@ async def test_what_a_handler_shows_and_an_abort_that_keeps_and_restarts(tmp_pat
         said = await command("abort", "1", "--keep-partial", "--restart-runners", "--target", served.address)
         assert said == "1 tasks aborted\n"
         (result,) = (await client.drain(1)).results
-        assert (result.completed_runs, result.total_runs) == (1, 2)
+        assert (result.succeeded_samples, result.planned_samples) == (1, 2)
         assert pid not in {view.pid for view in await client.list_runners()}
         assert await client.get_key_state("turn") == {}

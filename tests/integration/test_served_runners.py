@@ -15,8 +15,9 @@ from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import Outcome, SampleDone, TaskState
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import ConfigError
-from tests.support.children import Pipe, is_there, until
+from tests.support.children import Pipe, is_there
 from tests.support.served_process import served_process
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ handler_args = {arguments}
 resource = {{ gpu = 2.0, cpu = 4.0, memory_gb = 4.0, concurrency = 2 }}
 run_resource = {{ gpu = 1.0, cpu = 1.0 }}
 runner = "process"
-runner_settings = {{ max_runners = 2 }}
+runner_settings = {{ max_runners = 2, prepare_max_retries = 0 }}
 """
 
 
@@ -78,7 +79,27 @@ async def test_a_server_outlives_its_handlers_and_they_do_not_outlive_it(tmp_pat
         assert is_there(child), "which blocks for an hour"
         server.process.send_signal(signal.SIGTERM)
         assert await server.process.wait() == 0
-        await until(lambda: not is_there(child))
+        await eventually(lambda: not is_there(child), pause_seconds=0.01)
+
+
+async def test_who_watches_hears_that_all_runners_died_and_that_none_can_be_started(tmp_path: Path) -> None:
+    """Case 3 of the faults: as many tries as each task has, and no timeout."""
+    pipe, there = Pipe(tmp_path / "pipe"), tmp_path / "there"
+    there.touch()
+    config = configuration(tmp_path, f'{{ fault = "until:{there}" }}')
+    async with served_process(config) as server, SchedulerClient(server.address) as client:
+        rollout = asyncio.create_task(played(client, [task(f"wait {pipe}"), task(f"wait {pipe}"), task("fine")]))
+        pids = {await pipe.told() for _ in range(2)}
+        there.with_suffix(".kills").touch()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            samples, done = await rollout
+        assert [task.state for task in done] == [TaskState.FAILED] * 3
+        assert [sample.outcome for sample in samples] == [Outcome.INFRA_OTHER] * 3, "never the model's failure"
+        for ended in done:
+            assert "quarantined, it lost its worker 3 times: no runner could be started: " in ended.reason
+            assert "signal SIGKILL" in ended.reason
 
 
 @pytest.mark.parametrize(

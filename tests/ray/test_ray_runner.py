@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from py_scheduler.adapters import _ray_actor
 from py_scheduler.adapters.ray_runner import RayHost
 from py_scheduler.app.runners import NodesOfRay
 from py_scheduler.domain.evaluator import STUDENT
@@ -23,9 +24,11 @@ from py_scheduler.domain.runner_frames import Hello, Pong, encode
 from py_scheduler.domain.runners import RaySettings
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.placement import PlacementPool
-from tests.support.children import Children, Pipe, children, quick, runner_settings, until
+from tests.support.children import Children, Pipe, children, is_there, quick, runner_settings
+from tests.support.fake_clock import FakeClock
 from tests.support.harness import samples_in, task_of
 from tests.support.scripted_model import ScriptedModel
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -121,6 +124,57 @@ async def test_an_actor_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
         assert harness.pool.free_tokens_for(Resource(cpu=1.0)) == 2
 
 
+class CutOff:
+    """Ray, as whoever asks it to kill finds it when the network is parted: it does nothing."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ray, name)
+
+    def kill(self, actor: Any, *, no_restart: bool) -> None: ...
+
+
+async def test_an_actor_that_reports_after_its_attempt_was_given_up_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It stood still, could not be killed, and wakes up while attempt 2 is played by another."""
+    monkeypatch.setattr(_ray_actor, "END_SECONDS", 0.1)
+    pipe, clock = Pipe(tmp_path / "pipe"), FakeClock()
+    leaves = [tmp_path / "first", tmp_path / "second"]
+    at_once = quick(retry_backoff_seconds=0.0)
+    async with on_ray("node-a", clock=clock, engine_settings=at_once) as harness:
+        # Both are there by then, so that it stands still for a moment only: Ray kills what does not answer it for long.
+        waiting = await harness.submit([task_of(f"wait {pipe}") for _ in range(2)], batch_id=1)
+        pids = {await pipe.told() for _ in range(2)}
+        await harness.engine.abort(AbortRequest(selector=harness.selector(waiting), wait=True))
+        retry = RetryPolicy(max_failure_retries=1)
+        task = task_of(f"return_when_let {pipe} {leaves[0]} {leaves[1]}", retry=retry, attempt_timeout_seconds=1.0)
+        reply = await harness.submit([task])
+        pid = await pipe.told()
+        os.kill(pid, signal.SIGSTOP)
+        ray = harness.host._ray
+        harness.host._ray = CutOff(ray)
+        (actor,) = [child for child in harness.host._children if child.pid == pid]
+        monkeypatch.setattr(actor, "_ray", harness.host._ray)
+        await clock.advance(1.0)
+        await clock.advance(0.5)
+        assert {pid, await pipe.told()} == pids
+        assert is_there(pid)
+        leaves[0].touch()
+        os.kill(pid, signal.SIGCONT)
+        await eventually(lambda: not is_there(pid), pause_seconds=0.01)
+        harness.host._ray = ray
+        leaves[1].touch()
+        records = await harness.records_until_done(reply)
+        ended = [r.event for r in records if isinstance(r.event, AttemptEnded)]
+        assert [(e.attempt_no, e.state) for e in ended] == [(1, AttemptState.TIMED_OUT), (2, AttemptState.SUCCEEDED)]
+        (sample,) = samples_in(records)
+        assert (sample.attempt_no, sample.termination_reason) == (2, "attempt 2")
+        assert ended[-1].payload == b"attempt 2"
+
+
 async def test_a_node_that_fails_in_mid_run_costs_attempts_and_no_task(cluster: LocalCluster, tmp_path: Path) -> None:
     cluster.add("node-c")
     pipe = Pipe(tmp_path / "pipe")
@@ -132,7 +186,7 @@ async def test_a_node_that_fails_in_mid_run_costs_attempts_and_no_task(cluster: 
         there = {view.runner_id: view.node_ip for view in harness.runner.views() if view.state == "busy"}
         assert sorted(there.values()) == ["node-b", "node-b", "node-c", "node-c"]
         await asyncio.to_thread(cluster.remove, "node-c")
-        await until(lambda: [usage.node_ip for usage in harness.pool.nodes()] == ["node-b"])
+        await eventually(lambda: [usage.node_ip for usage in harness.pool.nodes()] == ["node-b"], pause_seconds=0.01)
         # The two on the node that is left are let go by hand.
         for view in harness.runner.views():
             if view.node_ip == "node-b" and view.state == "busy":
@@ -149,7 +203,7 @@ async def test_without_a_node_a_task_waits_and_says_so_and_runs_when_one_is_back
     cluster.add("node-d")
     async with on_ray("node-d", engine_settings=quick(has_fixed_nodes=False)) as harness:
         await asyncio.to_thread(cluster.remove, "node-d")
-        await until(lambda: not harness.pool.nodes())
+        await eventually(lambda: not harness.pool.nodes(), pause_seconds=0.01)
         reply = await harness.submit([task_of("fine")])
         await asyncio.sleep(0)
         (waiting,) = harness.engine.submission(harness.selector(reply)).waiting
@@ -166,7 +220,7 @@ async def test_a_stranger_at_the_runners_port_is_cut_off() -> None:
         told = [
             encode(Hello(pid=1, secret="guess")),
             encode(Hello(pid=1, secret="")),
-            encode(Pong(resident_mib=1.0)),
+            encode(Pong(order_no=1, resident_mib=1.0)),
             b"GET / HTTP/1.1",
         ]
         for said in (*[struct.pack(">I", len(data)) + data for data in told], struct.pack(">I", 1 << 20)):

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.process_runner import ProcessHost, import_path
-from py_scheduler.domain.runners import DEFAULT_ENVIRONMENT, HandlerPlan, RunnerSettings
-from py_scheduler.execution.child_runner import ANYWHERE, ChildRunner
+from py_scheduler.domain.runners import ANYWHERE, DEFAULT_ENVIRONMENT, HandlerPlan, RunnerSettings
+from py_scheduler.execution.child_runner import ChildRunner
 from py_scheduler.handlers import handler_elsewhere
 from py_scheduler.rollout.environment import variables
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.child_handlers import TOLD_BYTES
 from tests.support.handlers import spec_of
 from tests.support.harness import Harness, running_engine
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from py_scheduler.domain.runners import ChildHost, RunnerKey
 
@@ -98,19 +99,12 @@ async def children(
         yield made
         pids.update(made.pids)
     if runner.kind == "ray":  # Which says that an actor has ended before its process has.
-        await until(lambda: not any(map(is_there, pids)))
+        await eventually(lambda: not any(map(is_there, pids)), pause_seconds=0.01)
     assert not [pid for pid in pids if is_there(pid)], "a child outlived its server"
 
 
 def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """For what only a look tells: the state of a process that is not ours to wait for, or of a runner."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 -- as said
-            await asyncio.sleep(0.01)
 
 
 def runner_settings(**changes: Any) -> RunnerSettings:

@@ -1,187 +1,19 @@
-"""Places for children: starts, retries, backoffs and who gets which, with children that a test plays."""
+"""Places for children: who gets which, and what becomes of those that die, with children that a test plays."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from py_scheduler.domain.runner_frames import MakeHandler, Ping, Pong, Ready, Unfit, encode, read_server_frame
-from py_scheduler.domain.runners import HandlerPlan, RunnerKey, RunnerSettings, RunnerState
-from py_scheduler.errors import RunnerStartError
-from py_scheduler.execution.child_runner import ChildRunner
+from py_scheduler.domain.runners import RunnerState
+from py_scheduler.execution.child_place import EmptySeat
 from py_scheduler.execution.runner import SeatGoneError
-from tests.support.fake_clock import FakeClock, settle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-class FakeToken:
-    def __init__(self, node_ip: str, *gpu_ids: int) -> None:
-        self.node_ip = node_ip
-        self.gpu_ids = [*gpu_ids]
-
-    def release(self) -> None: ...
-
-
-class FakeChild:
-    """Answers at once, until it is killed."""
-
-    def __init__(self, pid: int, unfit: str) -> None:
-        self.pid = pid
-        self.is_alive = True
-        self._unfit = unfit
-
-    def listen(self, on_frame: Callable[[bytes], None], on_end: Callable[[str], None]) -> None:
-        self._on_frame, self._on_end = on_frame, on_end
-
-    def send(self, frame: bytes) -> None:
-        said = read_server_frame(frame)
-        if isinstance(said, MakeHandler):
-            self._on_frame(encode(Unfit(message=self._unfit) if self._unfit else Ready()))
-        elif isinstance(said, Ping) and self.is_alive:
-            self._on_frame(encode(Pong(resident_mib=1.0)))
-
-    def kill(self, why: str = "") -> None:
-        self.die(why)
-
-    def die(self, how: str = "signal SIGKILL") -> None:
-        if self.is_alive:
-            self.is_alive = False
-            asyncio.get_running_loop().call_soon(self._on_end, how)
-
-    def resident_mib(self) -> float | None:
-        return None
-
-
-class FakeHost:
-    """`gate` holds starts up while it is closed; `unfit` is what the next children say of themselves."""
-
-    kind = "fake"
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.unfit = ""
-        self.broken: Exception | None = None
-        self.launched: list[tuple[RunnerKey, FakeChild]] = []
-        self.starting = self.peak = 0
-
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def key_of(self, token: Any) -> RunnerKey:
-        return (token.node_ip, tuple(token.gpu_ids))
-
-    async def launch(self, key: RunnerKey, settings: RunnerSettings) -> FakeChild:
-        self.starting += 1
-        self.peak = max(self.peak, self.starting)
-        try:
-            await self.gate.wait()
-        finally:
-            self.starting -= 1
-        if self.broken is not None:
-            raise self.broken
-        child = FakeChild(len(self.launched), self.unfit)
-        self.launched.append((key, child))
-        return child
-
-
-class Rig:
-    def __init__(self, **changes: Any) -> None:
-        self.clock = FakeClock()
-        self.host = FakeHost()
-        self.runner = ChildRunner(
-            "agent",
-            HandlerPlan(name="m:C"),
-            self.host,
-            RunnerSettings(**{"min_runners": 0, "max_runners": 4} | changes),
-            self.clock,
-            lambda _: {},
-        )
-
-    def take(self, token: Any = None) -> asyncio.Task[Any]:
-        return asyncio.create_task(self.runner.take_seat(token))
-
-    @property
-    def states(self) -> list[str]:
-        return sorted(view.state for view in self.runner.views())
-
-
-async def test_starts_are_bounded_and_a_place_is_no_capacity_before_its_child_is_ready() -> None:
-    rig = Rig(max_runners=20, prepare_concurrency=8)
-    rig.host.gate.clear()
-    seats = [rig.take() for _ in range(20)]
-    await settle()
-    assert rig.host.peak == 8
-    assert rig.states == [RunnerState.STARTING] * 20
-    assert not any(seat.done() for seat in seats)
-    rig.host.gate.set()
-    await asyncio.wait(seats)
-    assert rig.states == [RunnerState.BUSY] * 20
-    assert rig.host.peak == 8
-    await rig.runner.close()
-
-
-async def test_a_start_that_fails_is_tried_again_at_once_and_then_after_a_backoff_that_grows() -> None:
-    rig = Rig(max_runners=1, prepare_max_retries=2)
-    rig.host.unfit = "no model"
-    seat = rig.take()
-    waits = []
-    for starts in (3, 6, 9, 12):
-        await settle()
-        assert len(rig.host.launched) == starts
-        assert rig.states == [RunnerState.FAILED]
-        assert rig.runner.views()[0].message == "no model"
-        begun = rig.clock.now
-        while len(rig.host.launched) == starts:
-            await rig.clock.advance(0.5)
-        waits.append(rig.clock.now - begun)
-    assert waits == [1.0, 2.0, 4.0, 8.0]
-    rig.host.unfit = ""
-    await rig.clock.advance(30.0)
-    (await seat).leave()
-    assert rig.states == [RunnerState.IDLE]
-    await rig.runner.close()
-
-
-async def test_whatever_keeps_a_host_from_a_start_the_place_is_tried_again() -> None:
-    rig = Rig(max_runners=1, prepare_max_retries=0)
-    rig.host.broken = OSError(24, "Too many open files")
-    seat = rig.take()
-    await settle()
-    assert rig.states == [RunnerState.FAILED]
-    assert rig.runner.views()[0].message == "OSError: [Errno 24] Too many open files"
-    rig.host.broken = None
-    await rig.clock.advance(1.0)
-    (await seat).leave()
-    assert rig.states == [RunnerState.IDLE]
-    await rig.runner.close()
-
-
-async def test_a_failed_place_that_nobody_waits_for_is_given_up() -> None:
-    rig = Rig()
-    rig.host.unfit = "no model"
-    seat = rig.take()
-    await settle()
-    seat.cancel()
-    await rig.clock.advance(60.0)
-    assert rig.runner.views() == []
-    assert len(rig.host.launched) == 3
-    await rig.runner.close()
-
-
-async def test_an_engine_that_wants_runners_at_its_start_hears_why_there_are_none() -> None:
-    rig = Rig(min_runners=2)
-    rig.host.unfit = "no model"
-    with pytest.raises(RunnerStartError, match="no model"):
-        await rig.runner.start()
-    assert not any(child.is_alive for _, child in rig.host.launched)
+from tests.support.fake_children import MOODS, FakeToken, Rig
+from tests.support.fake_clock import settle
 
 
 async def test_who_dies_before_it_is_pinged_is_replaced_and_costs_nothing() -> None:
@@ -209,6 +41,53 @@ async def test_a_child_that_leaves_when_it_is_asked_is_not_killed_later() -> Non
     await rig.clock.advance(5.0)
     assert not rig.host.launched[1][1].is_alive, "it did not leave"
     await rig.runner.close()
+
+
+async def test_a_child_that_dies_between_its_seat_and_its_play_is_replaced_and_the_next_takes_its_place() -> None:
+    rig = Rig(max_runners=1)
+    seat, waiting = await rig.take(), rig.take()
+    await settle()
+    rig.host.launched[0][1].die()
+    await settle()
+    assert not waiting.done(), "its place is its seat's until that is left"
+    seat.leave()
+    (await waiting).leave()
+    assert [(view.restarts, view.state) for view in rig.runner.views()] == [(1, RunnerState.IDLE)]
+    assert len(rig.host.live) == 1
+    await rig.runner.close()
+
+
+async def test_a_child_whose_work_was_stopped_is_killed_and_not_asked_to_leave_however_large_it_is() -> None:
+    rig = Rig(max_runners=1, max_resident_mib=0.5)
+    seat = await rig.take()
+    seat._suspicion = "its work was stopped"
+    seat.leave()
+    await settle()
+    assert not rig.host.launched[0][1].is_alive
+    assert rig.clock.live_timers == 0
+    assert "its work was stopped" in rig.runner.views()[0].message
+    await rig.runner.close()
+
+
+async def test_a_runner_that_closes_ends_those_that_leave_those_that_start_and_those_that_wait() -> None:
+    rig = Rig(max_runners=2, max_resident_mib=0.5)
+    (await rig.take()).leave()  # Too large: it is asked to leave, and another comes.
+    await settle()
+    seat = await rig.take()
+    rig.host.gate.clear()
+    waiting = [rig.take() for _ in range(2)]
+    await settle()
+    assert len(rig.host.live) == 2
+    await asyncio.gather(rig.runner.close(), rig.runner.close())
+    for one in waiting:
+        with pytest.raises(SeatGoneError):
+            await one
+    with pytest.raises(SeatGoneError):
+        await rig.take()
+    seat.leave()
+    assert rig.host.live == []
+    assert rig.clock.live_timers == 0
+    assert rig.host.starting == 0
 
 
 async def test_a_child_plays_for_the_gpus_it_was_started_with_alone() -> None:
@@ -248,6 +127,36 @@ async def test_who_has_waited_longest_is_next_whichever_children_would_do() -> N
     await rig.runner.close()
 
 
+async def test_who_waits_for_gpus_without_a_child_is_not_passed_over_by_those_who_share_one() -> None:
+    rig = Rig(max_runners=1)
+    seat, second = await rig.take(FakeToken("", 0)), rig.take(FakeToken("", 0))
+    await settle()
+    other = rig.take(FakeToken("", 1))
+    await settle()
+    seat.leave()
+    seat, third = await second, rig.take(FakeToken("", 0))
+    await settle()
+    seat.leave()
+    seat = await other
+    assert rig.host.live == [("", (1,))]
+    assert not third.done()
+    seat.leave()
+    (await third).leave()
+    await rig.runner.close()
+
+
+async def test_who_gives_up_waiting_in_the_moment_that_he_is_given_a_child_gives_it_on() -> None:
+    rig = Rig(max_runners=1)
+    seat, waiting = await rig.take(), rig.take()
+    await settle()
+    seat.leave()
+    waiting.cancel()
+    await settle()
+    assert rig.states == [RunnerState.IDLE]
+    (await rig.take()).leave()
+    await rig.runner.close()
+
+
 async def test_nobody_waits_on_a_node_that_is_gone() -> None:
     rig = Rig(max_runners=1)
     seat = await rig.take(FakeToken("node-a"))
@@ -275,18 +184,23 @@ class Chaos:
         self.rig = Rig(max_runners=3)
         self.waiting: list[asyncio.Task[Any]] = []
         self.taken: list[Any] = []
+        self.is_spoiled = False
 
     async def turn(self) -> None:
         await settle()
         for seat in [seat for seat in self.waiting if seat.done()]:
             self.waiting.remove(seat)
-            if not seat.cancelled():
+            if seat.cancelled() or isinstance(seat.exception(), SeatGoneError):
+                continue
+            if isinstance(seat.result(), EmptySeat):
+                assert self.is_spoiled
+            else:
                 self.taken.append(seat.result())
         assert len(self.taken) <= 3
-        assert len(self.rig.runner.views()) <= 3
+        assert sum(state != RunnerState.FAILED for state in self.rig.states) <= 3
 
     async def take(self, number: int) -> None:
-        self.waiting.append(self.rig.take(FakeToken("", number % 3)))
+        self.waiting.append(self.rig.take(FakeToken("ab"[number % 2], number % 3)))
 
     async def leave(self, number: int) -> None:
         if self.taken:
@@ -301,14 +215,30 @@ class Chaos:
             launched[number % len(launched)][1].die()
 
     async def spoil(self, number: int) -> None:
-        self.rig.host.unfit = "no model" if number % 2 else ""
+        self.rig.host.mood = MOODS[number % len(MOODS)]
+        self.is_spoiled = True
+
+    async def lose_a_node(self, number: int) -> None:
+        """Its children die with it, before or after the runner hears of it."""
+        node = "ab"[number % 2]
+        dying = [child for key, child in self.rig.host.launched if key[0] == node]
+        if number % 3:
+            self.rig.runner.drop_node(node)
+        for child in dying:
+            child.die()
+        self.rig.runner.drop_node(node)
+
+    async def add_a_node(self, number: int) -> None:
+        self.rig.runner.add_node("ab"[number % 2])
 
     async def wait(self, number: int) -> None:
         await self.rig.clock.advance(number)
 
     async def end(self) -> None:
-        """All that is wrong is put right, and whoever has a seat leaves it."""
-        self.rig.host.unfit = ""
+        """All that is wrong is put right, whoever has a seat leaves it, and whoever waits gets one."""
+        self.rig.host.mood = ""
+        for node in "ab":
+            self.rig.runner.add_node(node)
         for _ in range(200):
             await self.turn()
             if not (self.waiting or self.taken):
@@ -319,11 +249,16 @@ class Chaos:
         assert not self.waiting, "somebody waits for ever"
         assert RunnerState.BUSY not in self.rig.states
         await self.rig.runner.close()
-        assert not any(child.is_alive for _, child in self.rig.host.launched)
+        assert self.rig.host.live == []
+        assert self.rig.clock.live_timers == 0
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["take", "leave", "cancel", "die", "spoil", "wait"]), st.integers(0, 7), st.booleans()),
+    st.tuples(
+        st.sampled_from(["take", "take", "leave", "cancel", "die", "spoil", "lose_a_node", "add_a_node", "wait"]),
+        st.integers(0, 7),
+        st.booleans(),
+    ),
     max_size=60,
 )
 

@@ -14,8 +14,8 @@ from py_scheduler.errors import GenerationError
 
 if TYPE_CHECKING:
     from py_scheduler.api.generation_http.chat import ChatAsked
-    from py_scheduler.api.generation_http.keys import Keys
     from py_scheduler.domain.evaluator import Episode
+    from py_scheduler.domain.keys import Keys
 
 
 class EpisodeApi:

@@ -13,7 +13,6 @@ from aiohttp import web
 
 from py_scheduler.api.generation_http.chat import chat_completion, read_chat
 from py_scheduler.api.generation_http.episode_api import EpisodeApi
-from py_scheduler.api.generation_http.keys import Keys
 from py_scheduler.api.generation_http.refusals import (
     BAD_REQUEST,
     NOT_FOUND,
@@ -24,6 +23,7 @@ from py_scheduler.api.generation_http.refusals import (
 )
 from py_scheduler.api.generation_http.sockets import remove_socket, tcp_socket, unix_socket
 from py_scheduler.api.tls import http_context
+from py_scheduler.domain.keys import Keys
 from py_scheduler.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class GenerationHttp:
         self._settings = settings
         self._engines = engines
         self._clock = clock
-        self._keys: Keys[EpisodeApi] = Keys()
+        self._keys: Keys[EpisodeApi] = Keys(prefix="sk-episode-")
         self._sockets: list[socket.socket] = []
         self._tls = http_context(settings.tls) if settings.tls.is_on else None
         self._base_url = _SOCKET_URL

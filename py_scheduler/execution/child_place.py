@@ -8,7 +8,7 @@ import msgspec
 
 from py_scheduler.domain.runners import RunnerState, RunnerView
 from py_scheduler.execution.play import play_group
-from py_scheduler.execution.runner import play_samples
+from py_scheduler.execution.runner import lost_report, play_samples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 
 
 class Leave(Protocol):
-    """Gives a resident back. suspicion: why its child is to be replaced; empty: it is not."""
+    """Gives a place back. suspicion: why its child is to be replaced; empty: it is not."""
 
-    def __call__(self, resident: Resident, *, suspicion: str) -> None: ...
+    def __call__(self, place: ChildPlace, *, suspicion: str) -> None: ...
 
 
-class Resident:
-    """The place of one child."""
+class ChildPlace:
+    """Where one child lives, and after it the next: kept over restarts.
+
+    failed_tries: starts in a row that came to nothing. failed_rounds: how often in a row all tries did.
+    has_played: the child that is there now, whether it was ever given to a slot.
+    """
 
     def __init__(self, runner_id: str, key: RunnerKey) -> None:
         self.runner_id = runner_id
@@ -38,7 +42,9 @@ class Resident:
         self.session: ChildSession | None = None
         self.running: RunningAttempt | None = None
         self.restarts = 0
-        self.failed_starts = 0
+        self.failed_tries = 0
+        self.failed_rounds = 0
+        self.has_played = False
         self.message = ""
 
     def view(self, kind: str, evaluator_id: str, now: float) -> RunnerView:
@@ -72,22 +78,22 @@ class Resident:
 class ChildSeat:
     """One child for one attempt: the next one begins with a ping again."""
 
-    def __init__(self, leave: Leave, resident: Resident, session: ChildSession) -> None:
+    def __init__(self, leave: Leave, place: ChildPlace, session: ChildSession) -> None:
         self._leave = leave
-        self._resident = resident
+        self._place = place
         self._session = session
         self._suspicion = ""
         self.is_usable = True
 
     async def play(self, running: RunningAttempt) -> AttemptReport:
-        session, resident = self._session, self._resident
+        session, place = self._session, self._place
         self.is_usable = False
-        session.worker, resident.running = running.worker, running
+        session.worker, place.running = running.worker, running
         running.kill = lambda: session.kill("its handler ignored a stop")
         try:
             return await play_samples(running, session)
         finally:
-            session.worker = resident.running = None
+            session.worker = place.running = None
             session.forget_episode()
             self._suspicion = "its work was stopped" if running.restarts_runner else ""
 
@@ -102,4 +108,28 @@ class ChildSeat:
             self._session.worker = worker.kill = None
 
     def leave(self) -> None:
-        self._leave(self._resident, suspicion=self._suspicion)
+        self._leave(self._place, suspicion=self._suspicion)
+
+
+class EmptySeat:
+    """Where no child could be started: what is played there is lost, so that whoever waits hears why."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+        self.is_usable = True
+
+    async def play(self, running: RunningAttempt) -> AttemptReport:
+        self.is_usable = False
+        return lost_report(running, self._how)
+
+    async def play_group(
+        self,
+        worker: Worker,  # noqa: ARG002 -- as of every seat
+        task_id: str,  # noqa: ARG002
+        task: Task,  # noqa: ARG002
+        samples: Sequence[SampleDone],  # noqa: ARG002
+        spec: EvaluatorSpec,  # noqa: ARG002
+    ) -> tuple[tuple[Reward, ...], str]:
+        return (), f"eval_group: {self._how}"
+
+    def leave(self) -> None: ...

@@ -1,6 +1,6 @@
-"""API keys of episodes.
+"""Secrets by which somebody is known: API keys of episodes, what an actor says when it connects.
 
-Invariant: a key is known exactly while its episode may use it; of one that is over nothing is remembered.
+Invariant: a key is known from its issue until it is revoked; of one that was revoked nothing is remembered.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ _RANDOM_BYTES = 32
 
 
 class Keys(Generic[HolderT]):
-    """Found by digest, so that how long a look-up takes tells nothing about a key that is nearly right."""
+    """Found by digest, so that how long a look-up takes tells nothing about a key that is nearly right.
 
-    def __init__(self) -> None:
+    prefix: what every key begins with, so that people see what it is.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
         self._holders: dict[bytes, tuple[str, HolderT]] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def issue(self, holder: HolderT) -> str:
-        key = f"sk-episode-{secrets.token_urlsafe(_RANDOM_BYTES)}"
+        key = self._prefix + secrets.token_urlsafe(_RANDOM_BYTES)
         self._holders[_digest(key)] = (key, holder)
         return key
 
@@ -43,4 +47,4 @@ def _digest(key: str) -> bytes:
 
 
 def _encoded(key: str) -> bytes:
-    return key.encode(errors="surrogateescape")
+    return key.encode(errors="surrogatepass")
