@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
+
+from py_scheduler.domain.backoff import backoff_seconds
 
 _log = logging.getLogger("py_scheduler.client")
 
@@ -19,18 +20,18 @@ class Backoff:
     target: the server's address, for the log.
     """
 
-    __slots__ = ("_broken_since", "_delay", "_patience_seconds", "_target")
+    __slots__ = ("_broken_since", "_failures", "_patience_seconds", "_target")
 
     def __init__(self, target: str, patience_seconds: float) -> None:
         self._target = target
         self._patience_seconds = patience_seconds
         self._broken_since: float | None = None
-        self._delay = _FIRST_SECONDS
+        self._failures = 0
 
     def connected(self) -> None:
         """Something came through: the next break starts from the beginning."""
         self._broken_since = None
-        self._delay = _FIRST_SECONDS
+        self._failures = 0
 
     async def wait(self, until: float = math.inf) -> bool:
         """Waits its time; False, at once, when patience is over or the time would be later than `until`."""
@@ -39,9 +40,9 @@ class Backoff:
             self._broken_since = now
             if self._patience_seconds > 0:
                 _log.warning("waiting for %s, giving up after %g s", self._target, self._patience_seconds)
-        delay = self._delay * random.uniform(0.5, 1.0)
+        self._failures += 1
+        delay = backoff_seconds(self._failures, _FIRST_SECONDS, _LONGEST_SECONDS)
         if now - self._broken_since >= self._patience_seconds or now + delay >= until:
             return False
         await asyncio.sleep(delay)
-        self._delay = min(_LONGEST_SECONDS, self._delay * 2)
         return True

@@ -78,14 +78,18 @@ class CollectClient(StepClient):
         if violations := tuple(check_collect(request)):
             # Before the timeout becomes what is left of it, which may hide what was wrong with it.
             raise InvalidArgumentError(violations)
+        return await self._take(self._collecting(request), request, acknowledge=acknowledge)
+
+    def _collecting(self, request: CollectRequest) -> Callable[[], StreamCall]:
+        """Makes calls of it, each with what is left of its timeout."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_seconds
+        until = loop.time() + request.timeout_seconds
 
         def call_again() -> StreamCall:
             left = msgspec.structs.replace(request, timeout_seconds=max(0.0, until - loop.time()))
             return self._stub.CollectResults(encode_collect_request(left), metadata=self._metadata)
 
-        return await self._take(call_again, request, acknowledge=acknowledge)
+        return call_again
 
     async def drain(
         self,

@@ -32,20 +32,21 @@ class StreamClient(ServiceClient[StubT]):
         call_again: makes the call with `request`, whose cursor is that of the last frame.
         """
         backoff = Backoff(self._target, self._reconnect_seconds)
-        last_through: int | None = None
+        last: M | None = None
         while True:
+            if last is not None:
+                request.cursor = last.cursor
             call = call_again()
             async with self._one_try(call, backoff):
                 while (message := await self._read(call)) is not None:
                     backoff.connected()
-                    if last_through is not None and message.after_sequence != last_through:
+                    if last is not None and message.after_sequence != last.through_sequence:
                         raise ServerError(
-                            f"the stream goes on after event {message.after_sequence} instead of {last_through}: "
-                            "resume from the last cursor",
+                            f"the stream goes on after event {message.after_sequence} instead of "
+                            f"{last.through_sequence}: resume from the last cursor",
                             "DATA_LOSS",
                         )
-                    last_through = message.through_sequence
-                    request.cursor = message.cursor
+                    last = message
                     yield message
                 if not await backoff.wait():
                     raise ServerError("the server ends the stream again and again", "UNAVAILABLE")

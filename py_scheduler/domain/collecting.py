@@ -42,7 +42,7 @@ class CollectRequest(msgspec.Struct, frozen=True, kw_only=True):
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What became of one task.
 
-    completed_runs, total_runs: samples that succeeded, and that were planned. metrics: see `domain.metrics`.
+    succeeded_samples: of the `planned_samples` that it was to have. metrics: see `domain.metrics`.
     message: why not all of them did; empty when they did. samples: every sample's record, in the order of sample_no;
     of a task that was stopped those that were final by then. payloads: one of each SubTask that made one, in the order
     they ended.
@@ -51,8 +51,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     task_id: str
     client_key: str
     state: TaskState
-    completed_runs: int
-    total_runs: int
+    succeeded_samples: int
+    planned_samples: int
     is_eval: bool = False
     message: str = ""
     metrics: dict[str, float] = {}
@@ -62,19 +62,19 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def ok(self) -> bool:
         """Whether every planned sample succeeded."""
-        return self.completed_runs == self.total_runs
+        return self.succeeded_samples == self.planned_samples
 
 
 class UnfinishedTask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A task that a collect did not wait for: it goes on, or was stopped without a result.
 
-    completed_runs: its samples that had succeeded until then.
+    succeeded_samples: until then.
     """
 
     task_id: str
     client_key: str
-    completed_runs: int
-    total_runs: int
+    succeeded_samples: int
+    planned_samples: int
     is_stopped: bool
     reason: str
 

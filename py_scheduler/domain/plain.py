@@ -32,8 +32,13 @@ def words_of(error: BaseException) -> str:
 
 
 def plain_number(value: object) -> object:
-    """Scalars of numpy, and of what looks like it, as Python's own; anything else as it is."""
-    return item() if callable(item := getattr(value, "item", None)) else value
+    """Scalars of numpy and torch, and arrays of one element, as Python's own; anything else as it is."""
+    if not callable(item := getattr(value, "item", None)):
+        return value
+    try:
+        return item()
+    except Exception:  # noqa: BLE001 - an array of several, or whatever it is: no number
+        return value
 
 
 def details_json(details: object) -> bytes:
@@ -54,7 +59,7 @@ def details_json(details: object) -> bytes:
 
 def _json(value: object) -> bytes:
     """Raises whatever is wrong with a value that does not come back out of JSON, or that the journal cannot carry."""
-    encoded = msgspec.json.encode(value, enc_hook=_plain)
+    encoded = msgspec.json.encode(value, enc_hook=plain_value)
     decoded = msgspec.json.decode(encoded)
     # What comes out of JSON can be too much still: integers of any length.
     msgspec.msgpack.encode(decoded)
@@ -78,7 +83,8 @@ def _name_of(key: object) -> str:
         return words_of(error)
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """For encoders: arrays and scalars of numpy and torch as lists and numbers. Raises TypeError for anything else."""
     if callable(to_list := getattr(value, "tolist", None)):
         return to_list()
     raise TypeError(f"{type(value).__name__} is no JSON value")

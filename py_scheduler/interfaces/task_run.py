@@ -287,6 +287,6 @@ class TaskRun:
             task_ids=tuple(self._open),
             reason="its run was left",
             wait=True,
-            timeout_seconds=self._engine.stop_grace_seconds,
+            timeout_seconds=self._engine.settings.stop_grace_seconds,
         )
         await self._engine.abort(request)

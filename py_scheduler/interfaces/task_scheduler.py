@@ -177,7 +177,7 @@ class TaskScheduler:
     def _max_open_samples(self) -> int:
         engine = self.engine
         wanted = _OPEN_PER_RUNNING * max(engine.max_running_samples, WINDOW_SAMPLES)
-        return min(wanted, engine.retained_events // _EVENTS_PER_SAMPLE)
+        return min(wanted, engine.settings.retained_events // _EVENTS_PER_SAMPLE)
 
     async def run_all(
         self,

@@ -188,8 +188,8 @@ def _result_part(result: TaskResult) -> collecting_pb2.CollectedPart:
             task_id=result.task_id,
             client_key=result.client_key,
             state=TASK_STATES.number_of[result.state],
-            completed_runs=result.completed_runs,
-            total_runs=result.total_runs,
+            succeeded_samples=result.succeeded_samples,
+            planned_samples=result.planned_samples,
             is_eval=result.is_eval,
             message=safe_text(result.message),
             metrics={safe_text(name): value for name, value in result.metrics.items()},
@@ -208,8 +208,8 @@ def _summary_part(reply: CollectReply) -> collecting_pb2.CollectedPart:
         summary.unfinished.add(
             task_id=task.task_id,
             client_key=task.client_key,
-            completed_runs=task.completed_runs,
-            total_runs=task.total_runs,
+            succeeded_samples=task.succeeded_samples,
+            planned_samples=task.planned_samples,
             is_stopped=task.is_stopped,
             reason=safe_text(task.reason),
         )
@@ -277,8 +277,8 @@ def _decode_result(message: collecting_pb2.TaskResult) -> TaskResult:
         task_id=message.task_id,
         client_key=message.client_key,
         state=TASK_STATES.member(message.state, "result.state"),
-        completed_runs=message.completed_runs,
-        total_runs=message.total_runs,
+        succeeded_samples=message.succeeded_samples,
+        planned_samples=message.planned_samples,
         is_eval=message.is_eval,
         message=message.message,
         metrics=dict(message.metrics),
@@ -289,8 +289,8 @@ def _decode_unfinished(message: collecting_pb2.UnfinishedTask) -> UnfinishedTask
     return UnfinishedTask(
         task_id=message.task_id,
         client_key=message.client_key,
-        completed_runs=message.completed_runs,
-        total_runs=message.total_runs,
+        succeeded_samples=message.succeeded_samples,
+        planned_samples=message.planned_samples,
         is_stopped=message.is_stopped,
         reason=message.reason,
     )

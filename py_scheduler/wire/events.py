@@ -62,10 +62,12 @@ def encode_frames(frame: EventFrame, cursors: CursorCodec, max_bytes: int = MAX_
 
 
 def _join(parts: list[bytes], after: int, through: int, cursors: CursorCodec) -> bytes:
-    own = scheduler_service_pb2.WatchEventsResponse(
-        after_sequence=after, through_sequence=through, cursor=cursors.encode(through)
-    )
-    return b"".join((*parts, own.SerializeToString()))
+    own = scheduler_service_pb2.WatchEventsResponse()
+    own.after_sequence = after
+    own.through_sequence = through
+    own.cursor = cursors.encode(through)
+    parts.append(own.SerializeToString())
+    return b"".join(parts)
 
 
 def encode_record(record: EventRecord) -> bytes:
@@ -196,11 +198,15 @@ def decode_frame(message: scheduler_service_pb2.WatchEventsResponse) -> WatchedF
 
     Raises InvalidArgumentError for what else only a newer server could have sent.
     """
-    events = ((event.sequence, decode_event(event)) for event in message.events)
+    records = []
+    for encoded in message.events:
+        event = decode_event(encoded)
+        if event is not None:
+            records.append(WatchedRecord(encoded.sequence, event))
     return WatchedFrame(
         after_sequence=message.after_sequence,
         through_sequence=message.through_sequence,
-        records=tuple([WatchedRecord(sequence, event) for sequence, event in events if event is not None]),
+        records=tuple(records),
         cursor=message.cursor,
     )
 

@@ -136,7 +136,7 @@ def decode_sample(message: task_pb2.SampleDone) -> SampleDone:
         started_unix_seconds=message.started_unix_seconds,
         weight_epoch=message.weight_epoch if message.HasField("weight_epoch") else None,
         staleness=message.staleness,
-        metrics=dict(message.metrics) or NO_METRICS,
+        metrics=dict(message.metrics) if message.metrics else NO_METRICS,
     )
 
 

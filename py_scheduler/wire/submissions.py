@@ -64,31 +64,60 @@ def encode_submission_chunks(
         iteration=None if iteration is None else encode_iteration(iteration),
         delivery=DELIVERIES.number_of[delivery],
     )
-    first_task = chunk_no = size = samples = 0
-    request: service.SubmitTasksRequest | None = None
-    default_config: TaskConfig | None = None
+    chunk: _OpenChunk | None = None
+    chunk_no = 0
     for number, task in enumerate(tasks):
-        if request is None:
-            first_task, size, samples, default_config = number, 0, 0, task.config
-            request = service.SubmitTasksRequest(request_id=f"{request_id}/{chunk_no}" if chunk_no else request_id)
-            request.MergeFrom(head)
-            request.default_config.CopyFrom(_at_task(configs, number, default_config))
-        message = request.tasks.add()
-        if task.config is not default_config:
-            message.config.CopyFrom(_at_task(configs, number, task.config))
+        if chunk is None:
+            chunk = _OpenChunk(
+                head, f"{request_id}/{chunk_no}" if chunk_no else request_id, configs, number, task.config
+            )
+        chunk.add(number, task)
+        is_full = number - chunk.first_task + 1 >= max_tasks or chunk.samples >= _CHUNK_SAMPLES
+        if is_full or chunk.size_bytes >= max_bytes:
+            yield chunk.close()
+            chunk, chunk_no = None, chunk_no + 1
+    if chunk is not None:
+        yield chunk.close()
+    elif chunk_no == 0:
+        raise InvalidArgumentError("is empty: there is nothing to submit", "tasks")
+
+
+class _OpenChunk:
+    """A request that still takes tasks. default_config: of its tasks, unless they bring another object."""
+
+    __slots__ = ("_configs", "_default_config", "_request", "first_task", "samples", "size_bytes")
+
+    def __init__(
+        self,
+        head: service.SubmitTasksRequest,
+        request_id: str,
+        configs: _ConfigCache,
+        first_task: int,
+        default_config: TaskConfig,
+    ) -> None:
+        self._configs = configs
+        self._default_config = default_config
+        self._request = service.SubmitTasksRequest(request_id=request_id)
+        self._request.MergeFrom(head)
+        self._request.default_config.CopyFrom(_at_task(configs, first_task, default_config))
+        self.first_task = first_task
+        self.samples = 0
+        self.size_bytes = 0
+        """Of the tasks."""
+
+    def add(self, number: int, task: Task) -> None:
+        message = self._request.tasks.add()
+        if task.config is not self._default_config:
+            message.config.CopyFrom(_at_task(self._configs, number, task.config))
         try:
             encode_task(task, message)
         except InvalidArgumentError as error:
             raise _prefixed(error, f"tasks[{number}]") from error
-        size += message.ByteSize()
-        samples += task.config.repeat_times
-        if size >= max_bytes or number - first_task + 1 >= max_tasks or samples >= _CHUNK_SAMPLES:
-            yield SubmitChunk(first_task, request)
-            request, chunk_no = None, chunk_no + 1
-    if request is not None:
-        yield SubmitChunk(first_task, request)
-    elif chunk_no == 0:
-        raise InvalidArgumentError("is empty: there is nothing to submit", "tasks")
+        self.size_bytes += message.ByteSize()
+        self.samples += task.config.repeat_times
+
+    def close(self) -> SubmitChunk:
+        return SubmitChunk(self.first_task, self._request)
 
 
 class _ConfigCache:

@@ -70,7 +70,7 @@ async def test_a_subtask_is_tried_again_as_a_whole_and_its_metrics_are_those_of_
 ) -> None:
     await trainer.schedule([task("fail first", 4, retry=RetryPolicy(max_retries=1))], 1)
     (result,) = (await trainer.collect(1)).results
-    assert (result.completed_runs, result.total_runs, result.message) == (4, 4, "")
+    assert (result.succeeded_samples, result.planned_samples, result.message) == (4, 4, "")
     assert [(sample.sample_no, sample.attempt_no) for sample in result.samples] == [(n, 2) for n in range(4)]
     assert (result.metrics["reward"], result.metrics["runs:sum"]) == (1.5, 4.0)
     assert result.metrics["time/task_execution"] >= result.metrics["time/run_execution"] > 0
@@ -87,7 +87,7 @@ async def test_an_eval_has_metrics_of_its_own(trainer: Pulling) -> None:
 async def test_partial_collection_keeps_the_runs_that_succeeded(trainer: Pulling) -> None:
     await trainer.schedule([task("fail first", 4, keeps_partial=True, retry=RetryPolicy(max_retries=3))], 1)
     (result,) = (await trainer.collect(1)).results
-    assert (result.completed_runs, result.total_runs) == (1, 4)
+    assert (result.succeeded_samples, result.planned_samples) == (1, 4)
     assert result.message.startswith("1/4 runs completed successfully. RuntimeError: fail first, as it was told")
 
 
@@ -131,7 +131,7 @@ async def test_the_same_request_id_gives_the_same_set_again(trainer: Pulling) ->
 async def test_without_payloads_only_statuses_travel_and_the_results_are_gone_all_the_same(trainer: Pulling) -> None:
     await trainer.schedule([task("solve", 2)], 1)
     (result,) = (await trainer.collect(1, with_payloads=False)).results
-    assert (result.completed_runs, result.samples, result.payloads) == (2, (), ())
+    assert (result.succeeded_samples, result.samples, result.payloads) == (2, (), ())
     assert not await trainer.has_step(1)
 
 
@@ -165,7 +165,7 @@ async def test_a_thousand_tasks_take_little_longer_than_their_runs(trainer: Pull
     await trainer.schedule([task("nap", 8, 2) for _ in range(1_000)], 1)
     results = (await trainer.collect(1, timeout_seconds=100)).results
     seconds = time.monotonic() - began_at
-    assert [result.completed_runs for result in results] == [8] * 1_000
+    assert [result.succeeded_samples for result in results] == [8] * 1_000
     assert len({result.task_id for result in results}) == 1_000
     # What a nap really takes, the machine and what else it does included.
     ideal = sum([sample.timings.run_seconds for result in results for sample in result.samples]) / 4

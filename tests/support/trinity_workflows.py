@@ -101,11 +101,5 @@ async def started(scheduler_class: type[Scheduler] = Scheduler, **explorer: Any)
         await scheduler.close()
 
 
-async def until(is_true: Callable[[], bool]) -> None:
-    """Gives everything else its turns until the condition holds."""
-    while not is_true():  # noqa: ASYNC110 -- what it waits for has no event of its own
-        await asyncio.sleep(0)
-
-
 def read(payloads: list[bytes]) -> list[Experience]:
     return [experience for payload in payloads for experience in Experience.deserialize_many(payload)]

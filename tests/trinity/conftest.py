@@ -23,7 +23,15 @@ def cluster() -> Iterator[None]:
 
     from tests.trinity.dummies import NAMESPACE, start_models  # noqa: PLC0415
 
-    ray.init(num_cpus=2, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    # Not the cluster of somebody else who tests on this machine.
+    ray.init(
+        "local",
+        num_cpus=2,
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     models = start_models()
     yield
     del models

@@ -85,6 +85,8 @@ class _AsTold(Workflow):  # type: ignore[misc]
             # Of the first try only: the file says that there was one.
             Path(told["until"]).touch()
             self.break_down(told["first"])
+        elif "second" in told:
+            Path(told["second"]).touch()
         self.break_down(told.get("always", ""))
 
     def break_down(self, how: str) -> None:
@@ -96,6 +98,10 @@ class _AsTold(Workflow):  # type: ignore[misc]
             os._exit(1)
         if how == "block":
             time.sleep(600)
+        if how == "come late":
+            while not Path(self.told["second"]).exists():
+                time.sleep(0.01)
+            self.told["score"] = 0.0
 
     def experiences(self, count: int = 1) -> list[Experience]:
         return [experience(number, score=self.told.get("score", 1.0)) for number in range(count)]

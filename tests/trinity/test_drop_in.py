@@ -164,7 +164,7 @@ async def test_the_rollout_coordinator_runs_on_it(scheduler: Scheduler, monkeypa
 
     late = new_task(AsyncWorkflow, 1, seconds=600.0)
     await coordinator.submit_batch(batch_id=9, tasks=[new_task(), new_task(), late], batch_type="train", min_wait_num=2)
-    monkeypatch.setattr(scheduler._local.engine._collector, "_wait_after_min_seconds", 0.0)
+    monkeypatch.setattr(scheduler._local.engine.results, "_wait_after_min_seconds", 0.0)
     over = await coordinator.finalize_train_batch(9, timeout=60)
     assert over["finished_task_count"] == 2
     assert not scheduler.has_step(9)
@@ -231,6 +231,63 @@ async def test_a_blocking_sleep_and_restarts_that_fail_twice_give_their_runner_b
         assert scheduler.idle_runners == {0}
     finally:
         await scheduler.close()
+
+
+async def test_an_idle_actor_that_died_takes_no_task_with_it(cluster: None) -> None:
+    scheduler = Scheduler(new_config(engines=1, runner_per_model=1, max_retry_times=0))
+    await scheduler.start()
+    try:
+        scheduler.schedule([new_task()], 0)
+        assert [status.ok for status in await scheduler.get_statuses(0, timeout=60)] == [True]
+        runner: Any = scheduler.runners[0].runner
+        ray.kill(runner.actor)
+        # By then what it said last is no sign of life any more.
+        await asyncio.sleep(0.2)
+        scheduler.schedule([new_task()], 1)
+        assert [status.ok for status in await scheduler.get_statuses(1, timeout=120)] == [True]
+        assert scheduler.runners[0].runner is not runner
+    finally:
+        await scheduler.close()
+
+
+class _Spared(RunnerWrapper):
+    """Its actors outlive their kill, as one would that the kill did not reach."""
+
+    spared: ClassVar[list[Any]] = []
+
+    def kill(self) -> None:
+        self.spared.append(self.runner.actor)
+
+
+class _Sparing(Scheduler):
+    runner_class = _Spared
+    stop_grace_seconds = 0.2
+
+
+async def test_a_report_of_the_first_try_after_the_second_began_changes_nothing(cluster: None, tmp_path: Path) -> None:
+    """The first try blocks its actor until the second has begun in another one, and then reports a score of 0."""
+    second, trace = tmp_path / "second", tmp_path / "trace"
+    told: dict[str, Any] = {"until": str(tmp_path / "once"), "second": str(second), "trace": str(trace)}
+    scheduler = _Sparing(new_config(engines=1, runner_per_model=1, max_timeout=2, max_retry_times=1))
+    await scheduler.start()
+    try:
+        first: Any = scheduler.runners[0].runner
+        scheduler.schedule([new_task(SyncWorkflow, 1, first="come late", seconds=0.5, **told)], 0)
+        (status,), payloads = await scheduler.get_payload_results(0, timeout=120)
+        # The blocked actor answers again, so what it had to report has been reported.
+        await first.actor.is_alive.remote()
+        assert len({line.split()[1] for line in trace.read_text().splitlines()}) == 2
+        assert (status.ok, status.metrics[0]["score"]) == (True, 1.0)
+        assert [each.metrics["score"] for each in read(payloads)] == [1.0]
+        for tasks in (2, 1):  # Its id can be used again at once, and nothing of before turns up.
+            scheduler.schedule([new_task() for _ in range(tasks)], 0)
+            statuses, payloads = await scheduler.get_payload_results(0, timeout=60)
+            assert [status.ok for status in statuses] == [True] * tasks
+            assert [each.eid.task for each in read(payloads)] == list(range(tasks))
+    finally:
+        await scheduler.close()
+        for actor in _Spared.spared:
+            ray.kill(actor)
 
 
 async def test_a_start_that_fails_leaves_no_actor(cluster: None) -> None:

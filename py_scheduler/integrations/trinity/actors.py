@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 _ALIVE_SECONDS = 30.0
 """How long an idle actor may take to say that it is alive."""
+_FRESH_SECONDS = 0.1
+"""An actor that has said something so recently is known to be alive: asking it again would take Ray as much of this
+process's time as giving it a task does, before each of them.
+"""
 
 
 class WorkflowExitError(RuntimeError):
@@ -40,10 +45,16 @@ class GuardedWorkflowRunner(WorkflowRunner):  # type: ignore[misc]
 
 
 class RayRunner:
-    """Implements `interfaces.trinity.protocols.Runner` by an actor."""
+    """Implements `interfaces.trinity.protocols.Runner` by an actor.
 
-    def __init__(self, actor: Any) -> None:
+    leaves_threads: whether it plays runs in threads, which go on when their task was stopped.
+    """
+
+    def __init__(self, actor: Any, *, leaves_threads: bool) -> None:
         self.actor = actor
+        self.unfit_because = ""
+        self._leaves_threads = leaves_threads
+        self._answered_at = float("-inf")
 
     async def prepare(self) -> None:
         """Returns when the actor lives and has its models."""
@@ -71,11 +82,16 @@ class RayRunner:
             ended.add_done_callback(_seen)
             ray.cancel(call)
             await asyncio.wait([ended])
+            if self._leaves_threads:
+                self.unfit_because = "threads of a stopped task may be at work in it"
             raise
+        self._answered_at = time.monotonic()
         return status, payload
 
     async def confirm_alive(self) -> None:
         """Raises RunnerLostError."""
+        if time.monotonic() - self._answered_at < _FRESH_SECONDS:
+            return
         try:
             async with asyncio.timeout(_ALIVE_SECONDS):
                 await _answer(self.actor.is_alive.remote())
@@ -88,6 +104,9 @@ class RayRunner:
             ray.kill(self.actor)
         except (RayError, ValueError) as error:
             logger.debug("an actor that was to be killed had ended: %s", error)
+
+    async def ended(self) -> None:
+        """Ray sees to it."""
 
 
 class RunnerWrapper(OwnRunnerWrapper):
@@ -108,18 +127,7 @@ class RunnerWrapper(OwnRunnerWrapper):
             )
             .remote(self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
         )
-        return RayRunner(actor)
-
-    async def confirm_alive(self) -> None:
-        await self.runner.confirm_alive()
-
-    @property
-    def is_quiet(self) -> bool:
-        # A thread of the actor goes on after the call that started it was cancelled.
-        return bool(self.config.explorer.concurrent_mode != "multi-threading")
-
-    def kill(self) -> None:
-        self.runner.kill()
+        return RayRunner(actor, leaves_threads=self.config.explorer.concurrent_mode == "multi-threading")
 
 
 def _seen(ended: asyncio.Future[Any]) -> None:

@@ -10,6 +10,7 @@ from py_scheduler.interfaces.trinity.config import DynamicTimeoutConfig as Dynam
 from py_scheduler.interfaces.trinity.config import ExplorerConfig as ExplorerConfig
 from py_scheduler.interfaces.trinity.config import ModelConfig as ModelConfig
 from py_scheduler.interfaces.trinity.config import OverRolloutConfig as OverRolloutConfig
+from py_scheduler.interfaces.trinity.config import ProcessConfig as ProcessConfig
 from py_scheduler.interfaces.trinity.mirrors import CompletedTaskResult as CompletedTaskResult
 from py_scheduler.interfaces.trinity.mirrors import RunningTaskState as RunningTaskState
 from py_scheduler.interfaces.trinity.mirrors import TaskWrapper as TaskWrapper

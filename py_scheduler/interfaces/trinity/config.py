@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from py_scheduler.domain.runners import DEFAULT_ENVIRONMENT
+
 
 def _no_model(_engine_id: int) -> object:
     return None
@@ -38,9 +40,28 @@ class DynamicTimeoutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplorerConfig:
-    """See `protocols.ExplorerConfig`."""
+class ProcessConfig:
+    """Of `process` runners. start_seconds: what one start may take, imports and opening the models included.
 
+    max_resident_mib: a process that holds more of the machine's memory after a task is replaced; None: never.
+    environment: names of the variables that it gets of this process's.
+    """
+
+    start_seconds: float = 60.0
+    max_resident_mib: float | None = None
+    environment: tuple[str, ...] = DEFAULT_ENVIRONMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplorerConfig:
+    """See `protocols.ExplorerConfig`.
+
+    runner: `inline`, in the scheduler's own loop, or `process`, each in a process of its own, which can be killed: for
+    workflows that block, exit, or leak. What they are made of is sent there pickled, as `multiprocessing` does it.
+    """
+
+    runner: str = "inline"
+    process: ProcessConfig = ProcessConfig()
     runner_per_model: int = 8
     runner_prepare_concurrency: int = 8
     runner_prepare_max_retries: int = 2

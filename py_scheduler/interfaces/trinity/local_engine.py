@@ -1,6 +1,11 @@
 """An engine whose nodes are runners: composed here, for a Scheduler or for a runner by itself.
 
-A task of seed 2 is an object of the caller's own process. The engine knows it by a client key; what it is, stands here.
+Invariants
+  1. A task of seed 2 is an object of the caller's own process. The engine knows it by a client key; what it is, stands
+     here until neither the engine nor a caller has any use for it.
+  2. Before the engine was opened, `held` has what is to be handed to it; from then on only its ledger says what is
+     queued, running or finished.
+  3. A batch's tasks are numbered on for as long as anything of it is held, open or to be collected.
 """
 
 from __future__ import annotations
@@ -8,18 +13,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import time
 from typing import TYPE_CHECKING
 
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
+from py_scheduler.adapters.process_runner import ProcessHost
 from py_scheduler.domain.collecting import CollectReply, CollectRequest
 from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
-from py_scheduler.domain.limits import MAX_COLLECT_SECONDS
-from py_scheduler.domain.metrics import TASK_SECONDS
-from py_scheduler.domain.requests import AbortRequest, Delivery, SubmissionSelector, SubmitRequest
+from py_scheduler.domain.requests import Delivery, SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
-from py_scheduler.errors import FailedPreconditionError, SchedulerError
+from py_scheduler.errors import SchedulerError
 from py_scheduler.execution.held_open import HeldOpen
 from py_scheduler.interfaces.trinity.runner_pool import RUN_ID_BASE, RunnerPool, slot_on
 from py_scheduler.scheduler.dynamic_timeout import DynamicTimeoutSettings
@@ -30,14 +33,14 @@ from py_scheduler.scheduler.settings import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from py_scheduler.domain.runners import ChildHost
     from py_scheduler.domain.task import BatchId
     from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
-    from py_scheduler.interfaces.trinity.protocols import Config, RunStatus
-    from py_scheduler.interfaces.trinity.runner_wrapper import RunnerWrapper
+    from py_scheduler.interfaces.trinity.protocols import Config
     from py_scheduler.scheduler.records import SubmissionRecord
 
 _WORKFLOW = "workflow"
-_PINNED = "pinned"
+PINNED = "pinned"
 """The namespace of sub-tasks that one runner only may play; there they are in no batch's way."""
 _RETAINED_EVENTS = 1_024
 _RETAINED_BYTES = 1 << 20
@@ -49,6 +52,11 @@ def default_timeout(config: Config) -> float:
     return config.explorer.max_timeout * (config.explorer.max_retry_times + 1)
 
 
+def process_host() -> ChildHost:
+    """Of runners that are processes."""
+    return ProcessHost()
+
+
 class LocalEngine:
     """The engine, its runners, and the tasks that they play. `wrappers`: by client key, until they are forgotten."""
 
@@ -58,7 +66,7 @@ class LocalEngine:
         self._keys = itertools.count()
         self._keys_of: dict[BatchId, set[str]] = {}
         self.runners = RunnerPool(lambda task: self.wrappers[task.client_key], self._on_room)
-        specs = [_spec(_WORKFLOW, None), *(_spec(_pinned_to(runner_id), runner_id) for runner_id in runner_ids)]
+        specs = [_spec(_WORKFLOW, None), *(_spec(pinned_to(runner_id), runner_id) for runner_id in runner_ids)]
         self.engine = Engine(
             specs=specs,
             pool=self.runners.placement,
@@ -68,23 +76,50 @@ class LocalEngine:
             settings=_settings(config, stop_grace_seconds),
             runners={spec.evaluator_id: self.runners for spec in specs},
         )
-        self._held = HeldOpen(lambda: self.engine, "engine of a Scheduler")
+        self.held: dict[BatchId, list[TaskWrapper]] = {}
+        self.opened = asyncio.Event()
+        self._task_nos: dict[BatchId, int] = {}
+        self._open_engine = HeldOpen(lambda: self.engine, "engine of a Scheduler")
 
     def _on_room(self) -> None:
         self.engine.nodes_have_changed()
 
     async def open(self) -> None:
-        """Starts the engine; its runners join it later. Once only."""
-        await self._held.open()
+        """Starts the engine, unless it was, and hands in what was held; runners join it later.
+
+        Raises what `submit` raises; what is not in then is still held.
+        """
+        if not self.opened.is_set():
+            await self._open_engine.open()
+            self.opened.set()
+        for batch_id in list(self.held):
+            self._accept(self.held[batch_id], batch_id)
+            del self.held[batch_id]
 
     async def close(self) -> None:
         """Ends the engine and its runners, whatever they are at."""
-        await self.runners.dismiss(0.0)
-        await self._held.close()
+        if self.opened.is_set():
+            await self.runners.dismiss(0.0)
+            await self._open_engine.close()
 
     def submit(self, wrappers: Sequence[TaskWrapper], batch_id: BatchId) -> None:
-        """Hands tasks of one batch in, for any runner to play. Raises what `Engine.accept` raises; then none is in."""
-        request = self._request(SubmissionKey(batch_id), self._configured(wrappers))
+        """Hands tasks of one batch in, for any runner to play; they wait for `open` if need be.
+
+        Raises what `Engine.accept` raises; then none is in.
+        """
+        if self.opened.is_set():
+            self._accept(wrappers, batch_id)
+        else:
+            self._check(wrappers, batch_id)
+            self.held.setdefault(batch_id, []).extend(wrappers)
+        self._task_nos[batch_id] = self.next_task_no(batch_id) + len(wrappers)
+
+    def next_task_no(self, batch_id: BatchId) -> int:
+        """The first one that no task of the batch has."""
+        return self._task_nos.get(batch_id, 0)
+
+    def _accept(self, wrappers: Sequence[TaskWrapper], batch_id: BatchId) -> None:
+        request = self.request(SubmissionKey(batch_id), self._configured(wrappers))
         try:
             self.engine.accept(request)
         except SchedulerError:
@@ -92,9 +127,9 @@ class LocalEngine:
             raise
         self._keys_of.setdefault(batch_id, set()).update(task.client_key for task in request.tasks)
 
-    def check(self, wrappers: Sequence[TaskWrapper], batch_id: BatchId) -> None:
-        """What `submit` would refuse whenever it came: raises InvalidArgumentError."""
-        request = self._request(SubmissionKey(batch_id), self._configured(wrappers))
+    def _check(self, wrappers: Sequence[TaskWrapper], batch_id: BatchId) -> None:
+        """What would be refused whenever it came."""
+        request = self.request(SubmissionKey(batch_id), self._configured(wrappers))
         try:
             check_request(request)
         finally:
@@ -128,6 +163,11 @@ class LocalEngine:
         """Of what is open or to be collected, in the order in which it was handed in."""
         return list(self._keys_of)
 
+    def has_step(self, batch_id: BatchId) -> bool:
+        """Whether anything of the batch waits, runs or is to be collected."""
+        record = self.record_of(batch_id)
+        return batch_id in self.held or (record is not None and not record.is_over)
+
     def record_of(self, batch_id: BatchId) -> SubmissionRecord | None:
         """What the ledger has of a batch."""
         return self.engine.ledger.submission_of_key(SubmissionKey(batch_id))
@@ -146,75 +186,28 @@ class LocalEngine:
             del self.wrappers[client_key]
         if known & left:
             self._keys_of[batch_id] = known & left
+        if not self.has_step(batch_id):
+            self._task_nos.pop(batch_id, None)
 
-    def _request(
+    def request(
         self, key: SubmissionKey, tasks: list[tuple[TaskWrapper, TaskConfig]], run_id_base: int = 0
     ) -> SubmitRequest:
+        """Of these tasks, each with a client key by which it is found in `wrappers`."""
         made = []
         metadata = {RUN_ID_BASE: run_id_base} if run_id_base else {}
         for wrapper, config in tasks:
             client_key = wrapper.client_key = str(next(self._keys))
             self.wrappers[client_key] = wrapper
             made.append(Task(config=config, client_key=client_key, metadata=metadata))
-        return SubmitRequest(request_id=_fresh_id(), key=key, tasks=tuple(made), delivery=Delivery.COLLECT)
+        return SubmitRequest(request_id=fresh_id(), key=key, tasks=tuple(made), delivery=Delivery.COLLECT)
 
     async def collect(self, request: CollectRequest) -> CollectReply:
         """Hands results out and acknowledges them at once: in one process nothing gets lost on the way."""
         # Who asks again and again without a wait of its own would otherwise never let the work go on.
         await asyncio.sleep(0)
-        reply = await self.engine.collect(request)
-        await self.engine.ack_results(request.namespace, request.request_id)
+        reply = await self.engine.results.collect(request)
+        await self.engine.results.acknowledge(request.namespace, request.request_id)
         return reply
-
-    async def run_once(
-        self,
-        runner: RunnerWrapper,
-        task: TaskWrapper,
-        repeat_times: int,
-        run_id_base: int,
-        timeout: float,
-        collect_partial_runs: bool,
-    ) -> tuple[RunStatus, bytes, float]:
-        """See `RunnerWrapper.run_with_retry`; the seconds are those of the whole call, the wait for the runner
-        included.
-        """
-        if not self.engine.is_running:
-            raise FailedPreconditionError("the scheduler of this runner is not running: start() it first")
-        config = TaskConfig(
-            task_type=_pinned_to(runner.runner_id),
-            repeat_times=repeat_times,
-            is_eval=True,  # It is no part of a training step, whatever the task is for.
-            max_samples_per_subtask=None,
-            keeps_partial=collect_partial_runs,
-            attempt_timeout_seconds=timeout,
-            retry=RetryPolicy(max_retries=self._config.explorer.max_retry_times),
-        )
-        began_at = time.monotonic()
-        key = SubmissionKey(f"{task.batch_id}/{_fresh_id()}", _PINNED)
-        request = self._request(key, [(task, config)], run_id_base)
-        submission_id = self.engine.accept(request).submission_id
-        try:
-            reply = await self.collect(
-                CollectRequest(
-                    request_id=_fresh_id(),
-                    submission_id=submission_id,
-                    namespace=_PINNED,
-                    timeout_seconds=MAX_COLLECT_SECONDS,
-                )
-            )
-        except asyncio.CancelledError:
-            selector = SubmissionSelector(submission_id=submission_id, namespace=_PINNED)
-            await self.engine.abort(AbortRequest(selector=selector, reason="given up by its caller"))
-            raise
-        finally:
-            del self.wrappers[request.tasks[0].client_key]
-        (result,) = reply.results
-        seconds = time.monotonic() - began_at
-        metrics = [dict(sample.metrics) for sample in result.samples if sample.is_scored]
-        status = runner.status_class(
-            result.completed_runs, result.total_runs, [*metrics, {TASK_SECONDS: seconds}], result.message or None
-        )
-        return status, b"".join(result.payloads), seconds
 
 
 def _settings(config: Config, stop_grace_seconds: float) -> EngineSettings:
@@ -254,27 +247,11 @@ def _spec(evaluator_id: str, runner_id: int | None) -> EvaluatorSpec:
     )
 
 
-def _pinned_to(runner_id: int) -> str:
+def pinned_to(runner_id: int) -> str:
+    """The task type of what only this runner may play."""
     return f"{_WORKFLOW}-on-{runner_id}"
 
 
-def _fresh_id() -> str:
+def fresh_id() -> str:
+    """For requests that nobody sends again."""
     return os.urandom(8).hex()
-
-
-async def run_alone(
-    runner: RunnerWrapper,
-    task: TaskWrapper,
-    repeat_times: int,
-    run_id_base: int,
-    timeout: float,
-    collect_partial_runs: bool,
-) -> tuple[RunStatus, bytes, float]:
-    """`LocalEngine.run_once` for a prepared runner that belongs to no scheduler."""
-    local = LocalEngine(runner.config, [runner.runner_id])
-    await local.open()
-    try:
-        local.runners.join(runner)
-        return await local.run_once(runner, task, repeat_times, run_id_base, timeout, collect_partial_runs)
-    finally:
-        await local.close()

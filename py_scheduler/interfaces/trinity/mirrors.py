@@ -46,7 +46,7 @@ class TaskWrapper:
     def show_result(self, result: TaskResult) -> None:
         """Takes over how the task ended."""
         self.finished_sub_task_num = self.sub_task_num
-        self.completed_runs = result.completed_runs
+        self.completed_runs = result.succeeded_samples
         self.metrics = [result.metrics]
         self.experience_payloads = list(result.payloads)
         self.first_error = result.message or None

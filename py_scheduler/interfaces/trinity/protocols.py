@@ -48,7 +48,8 @@ class DynamicTimeoutConfig(Protocol):
 class ExplorerConfig(Protocol):
     """max_timeout: seconds that one try may take, in which all of them share: see `Scheduler.default_timeout`.
 
-    runner_state_report_interval: seconds between tables of the runners in the log; 0: none.
+    runner_state_report_interval: seconds between tables of the runners in the log; 0: none. One that has them may say
+    more by `runner` and `process`; see `config.ExplorerConfig`.
     """
 
     @property
@@ -142,12 +143,33 @@ class RunStatus(Protocol):
 
 
 class Runner(Protocol):
-    """What a RunnerWrapper has work done by. One task at a time; a cancelled call stops its work."""
+    """What a RunnerWrapper has work done by: an object in this loop, a process, an actor. One task at a time."""
 
-    async def prepare(self) -> None: ...
+    @property
+    def unfit_because(self) -> str:
+        """Why it may not be given another task; empty while it may. Asked after each."""
+        ...
+
+    async def prepare(self) -> None:
+        """Returns when it can take work."""
+        ...
+
+    async def confirm_alive(self) -> None:
+        """Raises RunnerLostError when it cannot take work."""
+        ...
 
     async def run_task(
         self, task: Any, batch_id: str, repeat_times: int, run_id_base: int, collect_partial_runs: bool
-    ) -> tuple[RunStatus, bytes]: ...
+    ) -> tuple[RunStatus, bytes]:
+        """One try. A cancelled call stops the work, and ends with it. Raises RunnerLostError when it died."""
+        ...
 
     async def get_runner_state(self) -> dict[str, Any]: ...
+
+    def kill(self) -> None:
+        """Ends it at once, whatever it is at, if it can be ended."""
+        ...
+
+    async def ended(self) -> None:
+        """After `kill`: returns when nothing of it is left that could be waited for."""
+        ...

@@ -136,6 +136,13 @@ class RunnerPool:
         self._replacing.pop(runner.runner_id, None)
         self.join(runner)
 
+    async def release(self, runner: RunnerWrapper) -> None:
+        """Lets a runner go as it is, alive; one that is being replaced, when that is done."""
+        if (replacing := self._replacing.get(runner.runner_id)) is not None:
+            await asyncio.wait([replacing])
+        self.leave(runner)
+        self.runners.pop(runner.runner_id, None)
+
     async def dismiss(self, grace_seconds: float) -> None:
         """Ends all runners: those at work once they are done, or after the grace. Their attempts are LOST then."""
         # Claimed before anything is waited for: whatever dies meanwhile is nobody's to be replaced.
@@ -155,7 +162,7 @@ class RunnerPool:
             seat.kill("the scheduler was stopped")
         for runner in leaving.values():
             runner.kill()
-        await self._quiet.wait()
+        await asyncio.gather(self._quiet.wait(), *[runner.ended() for runner in leaving.values()])
         self._failures.clear()
 
     # execution.runner.Runner
@@ -253,10 +260,12 @@ class RunnerSeat:
             await self._end_of(work, running)
         finally:
             self._pool.ends(runner.runner_id)
+        if runner.unfit_because:
+            self._pool.replace(runner, runner.unfit_because)
         await absorb_cancellation(running.worker)
         if running.stop_cause is not None:
             state.restart_runner_on_cancel = running.restarts_runner
-            if running.restarts_runner or not runner.is_quiet:
+            if running.restarts_runner:
                 self._pool.replace(runner, running.stop_reason)
             return stopped_report(running)
         return self._report(work, running)
@@ -282,6 +291,7 @@ class RunnerSeat:
                 if running.worker.is_closing:
                     self._runner.kill()
                     work.cancel()
+                    work.add_done_callback(_ignored)
                     raise
                 if running.restarts_runner:
                     self.kill(running.stop_reason)

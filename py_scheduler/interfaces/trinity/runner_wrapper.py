@@ -11,6 +11,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from py_scheduler.interfaces.trinity.checks import is_of_processes
+from py_scheduler.interfaces.trinity.local_engine import process_host
+from py_scheduler.interfaces.trinity.pinned import run_alone
+from py_scheduler.interfaces.trinity.process_runner import ProcessRunner
 from py_scheduler.interfaces.trinity.workflow_runner import Status, WorkflowRunner
 
 if TYPE_CHECKING:
@@ -27,8 +31,8 @@ logger = logging.getLogger(__name__)
 class RunnerWrapper:
     """One of a scheduler's runners. `state`: what `update_state` last heard of it.
 
-    Another kind of runner is a subclass: `_create_runner` makes it, `confirm_alive` asks it, `kill` ends it, and
-    `run_task` raises RunnerLostError when it died under its work. status_class: of what `run_with_retry` returns.
+    Another kind of runner is a subclass whose `_create_runner` makes it (`protocols.Runner`). status_class: of what
+    `run_with_retry` returns.
     """
 
     status_class: type[Any] = Status
@@ -46,7 +50,10 @@ class RunnerWrapper:
         self.runner: Runner = self._create_runner()
 
     def _create_runner(self) -> Runner:
-        return WorkflowRunner(self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
+        made_of = (self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
+        if is_of_processes(self.config):
+            return ProcessRunner(process_host(), *made_of)
+        return WorkflowRunner(*made_of)
 
     async def update_state(self) -> None:
         """Asks the runner for its state; `running_time`: seconds since it began what it is, or was last, at.
@@ -73,8 +80,6 @@ class RunnerWrapper:
         Raises FailedPreconditionError when the scheduler is not running.
         """
         if self.run_once is None:
-            from py_scheduler.interfaces.trinity.local_engine import run_alone  # noqa: PLC0415 -- they know each other
-
             status, payload, seconds = await run_alone(
                 self, task, repeat_times, run_id_base, timeout, collect_partial_runs
             )
@@ -91,6 +96,7 @@ class RunnerWrapper:
         beside the old, and a runner whose restart failed stays busy for ever.)
         """
         self.kill()
+        await self.ended()
         self.state = {}
         self.runner = self._create_runner()
         await self.prepare()
@@ -99,14 +105,20 @@ class RunnerWrapper:
 
     async def confirm_alive(self) -> None:
         """Raises RunnerLostError when the runner cannot take work."""
+        await self.runner.confirm_alive()
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether nothing of a stopped task is left at work."""
-        return not getattr(self.runner, "threads_at_work", 0)
+    def unfit_because(self) -> str:
+        """Why it may not be given another task, as after each; empty while it may."""
+        return self.runner.unfit_because
 
     def kill(self) -> None:
         """Ends the runner at once. One in this process has nothing to be ended: it is left alone."""
+        self.runner.kill()
+
+    async def ended(self) -> None:
+        """After `kill`: returns when nothing of it is left that could be waited for."""
+        await self.runner.ended()
 
     async def run_task(
         self, task: TaskWrapper, repeat_times: int, run_id_base: int, collect_partial_runs: bool

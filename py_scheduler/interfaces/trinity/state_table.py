@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from py_scheduler.domain.aligned_table import aligned
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -13,8 +15,4 @@ def state_table(states: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
     keys = sorted({key for state in states.values() for key in state})
     rows = [["runner_id", *keys]]
     rows += [[str(runner_id), *(str(state.get(key, "-")) for key in keys)] for runner_id, state in states.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows):
-        yield " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        if number == 0:
-            yield "-+-".join("-" * width for width in widths)
+    return aligned(rows)

@@ -37,7 +37,6 @@ class SchedulerViews:
 
     status_class: type[Any]
     _local: LocalEngine
-    _held: dict[BatchId, list[TaskWrapper]]
 
     # Runners
 
@@ -72,7 +71,7 @@ class SchedulerViews:
             if waiting:
                 waiting.reverse()
                 found[record.key.batch_id] = waiting
-        for batch_id, wrappers in self._held.items():
+        for batch_id, wrappers in self._local.held.items():
             found[batch_id] = deque((wrapper, wrapper.total_runs, 0) for wrapper in reversed(wrappers))
         return dict(sorted(found.items(), key=lambda item: sort_batch_id(item[0])))
 
@@ -131,7 +130,7 @@ class SchedulerViews:
 
     def _status(self, result: TaskResult) -> Any:
         metrics = [dict(result.metrics)]
-        return self.status_class(result.completed_runs, result.total_runs, metrics, result.message or None)
+        return self.status_class(result.succeeded_samples, result.planned_samples, metrics, result.message or None)
 
     # States of runners
 

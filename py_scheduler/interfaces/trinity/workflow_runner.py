@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.domain.metrics import RUN_SECONDS, task_metrics
+from py_scheduler.domain.metrics import RUN_SECONDS, plain_metrics, task_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -49,7 +49,7 @@ class _Run(msgspec.Struct):
 class WorkflowRunner:
     """Lives in the loop of its scheduler: async workflows run there, others in threads.
 
-    A thread cannot be stopped: whoever cancels `run_task` asks `threads_at_work` before using this runner again.
+    A thread cannot be stopped: one that outlives its task makes the runner unfit. Implements `protocols.Runner`.
     """
 
     def __init__(
@@ -63,16 +63,44 @@ class WorkflowRunner:
         self._workflow: Workflow | None = None
         self._workflow_in_view: Workflow | None = None
         self.threads_at_work = 0
+        self._no_thread = asyncio.Event()
+        self._no_thread.set()
         self._state: dict[str, Any] = {"workflow_id": None, "model_version": None, "begin_time": 0, "terminate_time": 0}
 
     async def prepare(self) -> None:
-        """Opens the models. Raises what that raises."""
+        """Raises what opening the models raises."""
+        self.open_models()
+
+    def open_models(self) -> None:
+        """Before the first task."""
         rollout_model_id, auxiliary_model_ids = self._model_ids
         self._model = _opened(self._explorer.rollout_model, rollout_model_id)
         self._auxiliary_models = [
             _opened(model, number)
             for model, number in zip(self._explorer.auxiliary_models, auxiliary_model_ids, strict=False)
         ]
+
+    async def confirm_alive(self) -> None:
+        """As alive as the loop that it lives in."""
+
+    @property
+    def unfit_because(self) -> str:
+        """Of threads that outlived their task; empty when there are none."""
+        return f"{self.threads_at_work} threads of an earlier task are still at work" if self.threads_at_work else ""
+
+    def kill(self) -> None:
+        """There is nothing that could be ended: it is left alone."""
+
+    async def ended(self) -> None:
+        """Threads that are at work are not waited for: they may be for ever."""
+
+    async def threads_ended(self) -> None:
+        """Returns when no thread of it is at work, whoever cancels meanwhile."""
+        while self.threads_at_work:
+            try:
+                await self._no_thread.wait()
+            except asyncio.CancelledError:
+                continue
 
     async def get_runner_state(self) -> dict[str, Any]:
         """What it is at, and what the workflow says of itself."""
@@ -97,25 +125,28 @@ class WorkflowRunner:
                 runs = await self._repeat(task, batch_id, repeat_times, run_id_base)
             else:
                 runs = await self._run_each(task, batch_id, repeat_times, run_id_base, collect_partial_runs)
-        except (Exception, SystemExit):  # noqa: BLE001 -- the boundary at which what workflows raise becomes a status
-            runs = [_Run(error=traceback.format_exc().rstrip())]
-        good = [run for run in runs if not run.error]
-        first_error = next((run.error for run in runs if run.error), None)
-        message = first_error
-        if first_error is not None and good:
-            message = f"{len(good)}/{repeat_times} runs completed successfully. First error: {first_error}"
-        status = Status(len(good), repeat_times, [run.metrics for run in good], message)
-        counts = status.ok or (collect_partial_runs and good)
-        experiences = [experience for run in good for experience in run.experiences] if counts else []
-        if task.is_eval or not experiences:
-            return status, b""
+            status = _status(runs, repeat_times)
+            if task.is_eval or not (status.ok or collect_partial_runs):
+                return status, b""
+            return status, self._serialized(task, [made for run in runs for made in run.experiences], version)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException:  # noqa: BLE001 -- the boundary at which what workflows raise becomes a status
+            return _status([_Run(error=traceback.format_exc().rstrip())], repeat_times), b""
+
+    def _serialized(self, task: Task, experiences: Sequence[Experience], version: int) -> bytes:
+        """Of runs that count. Raises TypeError."""
         drift = getattr(self._model, "model_version", 0) - version
         for experience in experiences:
             experience.eid.batch = task.batch_id
             if experience.eid.task == "":
                 experience.eid.task = task.task_id
+            experience.metrics = plain_metrics(experience.metrics or {})
             experience.info = {**experience.info, "model_version": version, "model_version_drift": drift}
-        return status, type(experiences[0]).serialize_many(experiences)
+        try:
+            return type(experiences[0]).serialize_many(experiences) if experiences else b""
+        except Exception as error:
+            raise TypeError(f"{_name_of(task.workflow)} made experiences that cannot be serialized") from error
 
     # One call for all runs
 
@@ -132,7 +163,7 @@ class WorkflowRunner:
             experiences = [experience for experience in whole.experiences if experience.eid.run == run_id]
             if not experiences:
                 return [
-                    _Run(error=f"{task.workflow.__name__} made no experience of run {run_id}, which it was asked for")
+                    _Run(error=f"{_name_of(task.workflow)} made no experience of run {run_id}, which it was asked for")
                 ]
             runs.append(_Run(experiences=experiences, metrics={**_measured(experiences), RUN_SECONDS: seconds}))
         return runs
@@ -170,12 +201,12 @@ class WorkflowRunner:
         self._workflow_in_view = workflow
         self._state.update(workflow_id=workflow_id, begin_time=time.time(), terminate_time=None)
         try:
-            experiences = await self._call(workflow, in_thread)
-            if not experiences:
-                return _Run(error=f"{type(workflow).__name__} returned no experience: a run has one at least")
+            experiences = _checked(await self._call(workflow, in_thread), workflow)
             metrics = {**_measured(experiences), RUN_SECONDS: time.monotonic() - began_at}
             return _Run(experiences=experiences, metrics=metrics)
-        except (Exception, SystemExit):  # noqa: BLE001 -- as above; a run that fails need not end the others
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException:  # noqa: BLE001 -- as above; a run that fails need not end the others
             return _Run(error=traceback.format_exc().rstrip())
         finally:
             self._state["terminate_time"] = time.time()
@@ -201,12 +232,15 @@ class WorkflowRunner:
                 loop.call_soon_threadsafe(self._thread_ended, played, made, raised)
 
         self.threads_at_work += 1
+        self._no_thread.clear()
         # No process waits for it at its end.
         threading.Thread(target=work, name=f"workflow on runner {self.runner_id}", daemon=True).start()
         return await played
 
     def _thread_ended(self, played: asyncio.Future[Any], made: Any, raised: BaseException | None) -> None:
         self.threads_at_work -= 1
+        if not self.threads_at_work:
+            self._no_thread.set()
         if played.done():
             return
         if raised is None:
@@ -243,8 +277,34 @@ async def _at_once(starts: Sequence[Callable[[], Awaitable[_Run]]], collect_part
     return [task.result() for task in tasks if not task.cancelled()]
 
 
+def _status(runs: Sequence[_Run], repeat_times: int) -> Status:
+    good = [run for run in runs if not run.error]
+    message = next((run.error for run in runs if run.error), None)
+    if message is not None and good:
+        message = f"{len(good)}/{repeat_times} runs completed successfully. First error: {message}"
+    return Status(len(good), repeat_times, [run.metrics for run in good], message)
+
+
+def _checked(made: object, workflow: Workflow) -> list[Experience]:
+    """What a workflow returned, if it is experiences, one at least. Raises TypeError, ValueError."""
+    name = _name_of(type(workflow))
+    if not isinstance(made, list | tuple):
+        raise TypeError(f"{name} returned {type(made).__name__}, not a list of experiences")
+    if not made:
+        raise ValueError(f"{name} returned no experience: a run has one at least")
+    for experience in made:
+        if not hasattr(experience, "eid"):
+            raise TypeError(f"{name} returned {type(experience).__name__} among its experiences, which is none")
+    return list(made)
+
+
+def _name_of(workflow: object) -> str:
+    return getattr(workflow, "__name__", "") or type(workflow).__name__
+
+
 def _measured(experiences: Sequence[Experience]) -> dict[str, float]:
-    return task_metrics([experience.metrics for experience in experiences if experience.metrics], is_eval=False)
+    measured = [plain_metrics(experience.metrics) for experience in experiences if experience.metrics]
+    return task_metrics(measured, is_eval=False)
 
 
 def _opened(model: Any, engine_id: int) -> Any:

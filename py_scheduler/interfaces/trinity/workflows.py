@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from py_scheduler.domain.plain import plain_value
 from py_scheduler.domain.task import BatchId
 
 if TYPE_CHECKING:
@@ -38,10 +39,14 @@ class Experience(msgspec.Struct):
 
     @classmethod
     def serialize_many(cls, experiences: Iterable[Experience]) -> bytes:
-        return msgspec.msgpack.encode(list(experiences))
+        """Arrays of numpy and torch become lists. Raises TypeError, ValueError for what could not be read again."""
+        payload = msgspec.msgpack.encode(list(experiences), enc_hook=plain_value)
+        cls.deserialize_many(payload)
+        return payload
 
     @classmethod
     def deserialize_many(cls, payload: bytes) -> list[Experience]:
+        """Raises msgspec.DecodeError."""
         return msgspec.msgpack.decode(payload, type=list[cls])  # type: ignore[valid-type]
 
 

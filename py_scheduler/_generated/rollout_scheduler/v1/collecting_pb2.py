@@ -26,7 +26,7 @@ from py_scheduler._generated.rollout_scheduler.v1 import event_pb2 as rollout__s
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2 as rollout__scheduler_dot_v1_dot_task__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%rollout_scheduler/v1/collecting.proto\x12\x14rollout_scheduler.v1\x1a rollout_scheduler/v1/event.proto\x1a\x1frollout_scheduler/v1/task.proto\"\x89\x03\n\x15\x43ollectResultsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rsubmission_id\x18\x02 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x03 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x14\n\x07min_num\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07max_num\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0ftimeout_seconds\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12#\n\x16wait_after_min_seconds\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x18\n\x10leave_unfinished\x18\t \x01(\x08\x12\x17\n\x0finclude_partial\x18\n \x01(\x08\x12\x18\n\x10without_payloads\x18\x0b \x01(\x08\x42\n\n\x08_min_numB\n\n\x08_max_numB\x12\n\x10_timeout_secondsB\x19\n\x17_wait_after_min_seconds\"\x9f\x02\n\nTaskResult\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nclient_key\x18\x02 \x01(\t\x12.\n\x05state\x18\x03 \x01(\x0e\x32\x1f.rollout_scheduler.v1.TaskState\x12\x16\n\x0e\x63ompleted_runs\x18\x04 \x01(\r\x12\x12\n\ntotal_runs\x18\x05 \x01(\r\x12\x0f\n\x07is_eval\x18\x06 \x01(\x08\x12\x0f\n\x07message\x18\x07 \x01(\t\x12>\n\x07metrics\x18\x08 \x03(\x0b\x32-.rollout_scheduler.v1.TaskResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\".\n\x0bPayloadPart\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x11\n\tcontinues\x18\x02 \x01(\x08\"\x85\x01\n\x0eUnfinishedTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nclient_key\x18\x02 \x01(\t\x12\x16\n\x0e\x63ompleted_runs\x18\x03 \x01(\r\x12\x12\n\ntotal_runs\x18\x04 \x01(\r\x12\x12\n\nis_stopped\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\x9a\x01\n\x0e\x43ollectSummary\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12\x0f\n\x07results\x18\x02 \x01(\r\x12\x38\n\nunfinished\x18\x03 \x03(\x0b\x32$.rollout_scheduler.v1.UnfinishedTask\x12\x14\n\x0cis_timed_out\x18\x04 \x01(\x08\x12\x10\n\x08warnings\x18\x05 \x03(\t\"\xee\x01\n\rCollectedPart\x12\x32\n\x06result\x18\x01 \x01(\x0b\x32 .rollout_scheduler.v1.TaskResultH\x00\x12\x32\n\x06sample\x18\x02 \x01(\x0b\x32 .rollout_scheduler.v1.SampleDoneH\x00\x12\x34\n\x07payload\x18\x03 \x01(\x0b\x32!.rollout_scheduler.v1.PayloadPartH\x00\x12\x37\n\x07summary\x18\x04 \x01(\x0b\x32$.rollout_scheduler.v1.CollectSummaryH\x00\x42\x06\n\x04part\"L\n\x16\x43ollectResultsResponse\x12\x32\n\x05parts\x18\x01 \x03(\x0b\x32#.rollout_scheduler.v1.CollectedPart\"\xa1\x01\n\x16\x44rainSubmissionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rsubmission_id\x18\x02 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x03 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x18\n\x10without_payloads\x18\x05 \x01(\x08\"M\n\x17\x44rainSubmissionResponse\x12\x32\n\x05parts\x18\x01 \x03(\x0b\x32#.rollout_scheduler.v1.CollectedPart\":\n\x11\x41\x63kResultsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"\x14\n\x12\x41\x63kResultsResponse\"\x89\x01\n\x18\x44iscardSubmissionRequest\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\x1b\n\x19\x44iscardSubmissionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%rollout_scheduler/v1/collecting.proto\x12\x14rollout_scheduler.v1\x1a rollout_scheduler/v1/event.proto\x1a\x1frollout_scheduler/v1/task.proto\"\x89\x03\n\x15\x43ollectResultsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rsubmission_id\x18\x02 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x03 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x14\n\x07min_num\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07max_num\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0ftimeout_seconds\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12#\n\x16wait_after_min_seconds\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x18\n\x10leave_unfinished\x18\t \x01(\x08\x12\x17\n\x0finclude_partial\x18\n \x01(\x08\x12\x18\n\x10without_payloads\x18\x0b \x01(\x08\x42\n\n\x08_min_numB\n\n\x08_max_numB\x12\n\x10_timeout_secondsB\x19\n\x17_wait_after_min_seconds\"\xa7\x02\n\nTaskResult\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nclient_key\x18\x02 \x01(\t\x12.\n\x05state\x18\x03 \x01(\x0e\x32\x1f.rollout_scheduler.v1.TaskState\x12\x19\n\x11succeeded_samples\x18\x04 \x01(\r\x12\x17\n\x0fplanned_samples\x18\x05 \x01(\r\x12\x0f\n\x07is_eval\x18\x06 \x01(\x08\x12\x0f\n\x07message\x18\x07 \x01(\t\x12>\n\x07metrics\x18\x08 \x03(\x0b\x32-.rollout_scheduler.v1.TaskResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\".\n\x0bPayloadPart\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x11\n\tcontinues\x18\x02 \x01(\x08\"\x8d\x01\n\x0eUnfinishedTask\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nclient_key\x18\x02 \x01(\t\x12\x19\n\x11succeeded_samples\x18\x03 \x01(\r\x12\x17\n\x0fplanned_samples\x18\x04 \x01(\r\x12\x12\n\nis_stopped\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\x9a\x01\n\x0e\x43ollectSummary\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12\x0f\n\x07results\x18\x02 \x01(\r\x12\x38\n\nunfinished\x18\x03 \x03(\x0b\x32$.rollout_scheduler.v1.UnfinishedTask\x12\x14\n\x0cis_timed_out\x18\x04 \x01(\x08\x12\x10\n\x08warnings\x18\x05 \x03(\t\"\xee\x01\n\rCollectedPart\x12\x32\n\x06result\x18\x01 \x01(\x0b\x32 .rollout_scheduler.v1.TaskResultH\x00\x12\x32\n\x06sample\x18\x02 \x01(\x0b\x32 .rollout_scheduler.v1.SampleDoneH\x00\x12\x34\n\x07payload\x18\x03 \x01(\x0b\x32!.rollout_scheduler.v1.PayloadPartH\x00\x12\x37\n\x07summary\x18\x04 \x01(\x0b\x32$.rollout_scheduler.v1.CollectSummaryH\x00\x42\x06\n\x04part\"L\n\x16\x43ollectResultsResponse\x12\x32\n\x05parts\x18\x01 \x03(\x0b\x32#.rollout_scheduler.v1.CollectedPart\"\xa1\x01\n\x16\x44rainSubmissionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rsubmission_id\x18\x02 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x03 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x18\n\x10without_payloads\x18\x05 \x01(\x08\"M\n\x17\x44rainSubmissionResponse\x12\x32\n\x05parts\x18\x01 \x03(\x0b\x32#.rollout_scheduler.v1.CollectedPart\":\n\x11\x41\x63kResultsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"\x14\n\x12\x41\x63kResultsResponse\"\x89\x01\n\x18\x44iscardSubmissionRequest\x12\x15\n\rsubmission_id\x18\x01 \x01(\t\x12/\n\x08\x62\x61tch_id\x18\x02 \x01(\x0b\x32\x1d.rollout_scheduler.v1.BatchId\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\x1b\n\x19\x44iscardSubmissionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,29 +38,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COLLECTRESULTSREQUEST']._serialized_start=131
   _globals['_COLLECTRESULTSREQUEST']._serialized_end=524
   _globals['_TASKRESULT']._serialized_start=527
-  _globals['_TASKRESULT']._serialized_end=814
-  _globals['_TASKRESULT_METRICSENTRY']._serialized_start=768
-  _globals['_TASKRESULT_METRICSENTRY']._serialized_end=814
-  _globals['_PAYLOADPART']._serialized_start=816
-  _globals['_PAYLOADPART']._serialized_end=862
-  _globals['_UNFINISHEDTASK']._serialized_start=865
-  _globals['_UNFINISHEDTASK']._serialized_end=998
-  _globals['_COLLECTSUMMARY']._serialized_start=1001
-  _globals['_COLLECTSUMMARY']._serialized_end=1155
-  _globals['_COLLECTEDPART']._serialized_start=1158
-  _globals['_COLLECTEDPART']._serialized_end=1396
-  _globals['_COLLECTRESULTSRESPONSE']._serialized_start=1398
-  _globals['_COLLECTRESULTSRESPONSE']._serialized_end=1474
-  _globals['_DRAINSUBMISSIONREQUEST']._serialized_start=1477
-  _globals['_DRAINSUBMISSIONREQUEST']._serialized_end=1638
-  _globals['_DRAINSUBMISSIONRESPONSE']._serialized_start=1640
-  _globals['_DRAINSUBMISSIONRESPONSE']._serialized_end=1717
-  _globals['_ACKRESULTSREQUEST']._serialized_start=1719
-  _globals['_ACKRESULTSREQUEST']._serialized_end=1777
-  _globals['_ACKRESULTSRESPONSE']._serialized_start=1779
-  _globals['_ACKRESULTSRESPONSE']._serialized_end=1799
-  _globals['_DISCARDSUBMISSIONREQUEST']._serialized_start=1802
-  _globals['_DISCARDSUBMISSIONREQUEST']._serialized_end=1939
-  _globals['_DISCARDSUBMISSIONRESPONSE']._serialized_start=1941
-  _globals['_DISCARDSUBMISSIONRESPONSE']._serialized_end=1968
+  _globals['_TASKRESULT']._serialized_end=822
+  _globals['_TASKRESULT_METRICSENTRY']._serialized_start=776
+  _globals['_TASKRESULT_METRICSENTRY']._serialized_end=822
+  _globals['_PAYLOADPART']._serialized_start=824
+  _globals['_PAYLOADPART']._serialized_end=870
+  _globals['_UNFINISHEDTASK']._serialized_start=873
+  _globals['_UNFINISHEDTASK']._serialized_end=1014
+  _globals['_COLLECTSUMMARY']._serialized_start=1017
+  _globals['_COLLECTSUMMARY']._serialized_end=1171
+  _globals['_COLLECTEDPART']._serialized_start=1174
+  _globals['_COLLECTEDPART']._serialized_end=1412
+  _globals['_COLLECTRESULTSRESPONSE']._serialized_start=1414
+  _globals['_COLLECTRESULTSRESPONSE']._serialized_end=1490
+  _globals['_DRAINSUBMISSIONREQUEST']._serialized_start=1493
+  _globals['_DRAINSUBMISSIONREQUEST']._serialized_end=1654
+  _globals['_DRAINSUBMISSIONRESPONSE']._serialized_start=1656
+  _globals['_DRAINSUBMISSIONRESPONSE']._serialized_end=1733
+  _globals['_ACKRESULTSREQUEST']._serialized_start=1735
+  _globals['_ACKRESULTSREQUEST']._serialized_end=1793
+  _globals['_ACKRESULTSRESPONSE']._serialized_start=1795
+  _globals['_ACKRESULTSRESPONSE']._serialized_end=1815
+  _globals['_DISCARDSUBMISSIONREQUEST']._serialized_start=1818
+  _globals['_DISCARDSUBMISSIONREQUEST']._serialized_end=1955
+  _globals['_DISCARDSUBMISSIONRESPONSE']._serialized_start=1957
+  _globals['_DISCARDSUBMISSIONRESPONSE']._serialized_end=1984
 # @@protoc_insertion_point(module_scope)

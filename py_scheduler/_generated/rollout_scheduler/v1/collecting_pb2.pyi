@@ -124,19 +124,19 @@ class TaskResult(_message.Message):
     TASK_ID_FIELD_NUMBER: _builtins.int
     CLIENT_KEY_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    COMPLETED_RUNS_FIELD_NUMBER: _builtins.int
-    TOTAL_RUNS_FIELD_NUMBER: _builtins.int
+    SUCCEEDED_SAMPLES_FIELD_NUMBER: _builtins.int
+    PLANNED_SAMPLES_FIELD_NUMBER: _builtins.int
     IS_EVAL_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     client_key: _builtins.str
     state: _event_pb2.TaskState.ValueType
-    completed_runs: _builtins.int
-    total_runs: _builtins.int
+    succeeded_samples: _builtins.int
+    planned_samples: _builtins.int
     is_eval: _builtins.bool
     message: _builtins.str
-    """Why not all runs were completed."""
+    """Why not all samples succeeded."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -145,15 +145,15 @@ class TaskResult(_message.Message):
         task_id: _builtins.str = ...,
         client_key: _builtins.str = ...,
         state: _event_pb2.TaskState.ValueType = ...,
-        completed_runs: _builtins.int = ...,
-        total_runs: _builtins.int = ...,
+        succeeded_samples: _builtins.int = ...,
+        planned_samples: _builtins.int = ...,
         is_eval: _builtins.bool = ...,
         message: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_key", b"client_key", "completed_runs", b"completed_runs", "is_eval", b"is_eval", "message", b"message", "metrics", b"metrics", "state", b"state", "task_id", b"task_id", "total_runs", b"total_runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_key", b"client_key", "is_eval", b"is_eval", "message", b"message", "metrics", b"metrics", "planned_samples", b"planned_samples", "state", b"state", "succeeded_samples", b"succeeded_samples", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -192,14 +192,14 @@ class UnfinishedTask(_message.Message):
 
     TASK_ID_FIELD_NUMBER: _builtins.int
     CLIENT_KEY_FIELD_NUMBER: _builtins.int
-    COMPLETED_RUNS_FIELD_NUMBER: _builtins.int
-    TOTAL_RUNS_FIELD_NUMBER: _builtins.int
+    SUCCEEDED_SAMPLES_FIELD_NUMBER: _builtins.int
+    PLANNED_SAMPLES_FIELD_NUMBER: _builtins.int
     IS_STOPPED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     client_key: _builtins.str
-    completed_runs: _builtins.int
-    total_runs: _builtins.int
+    succeeded_samples: _builtins.int
+    planned_samples: _builtins.int
     is_stopped: _builtins.bool
     """It was stopped without a result; else it goes on."""
     reason: _builtins.str
@@ -208,14 +208,14 @@ class UnfinishedTask(_message.Message):
         *,
         task_id: _builtins.str = ...,
         client_key: _builtins.str = ...,
-        completed_runs: _builtins.int = ...,
-        total_runs: _builtins.int = ...,
+        succeeded_samples: _builtins.int = ...,
+        planned_samples: _builtins.int = ...,
         is_stopped: _builtins.bool = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_key", b"client_key", "completed_runs", b"completed_runs", "is_stopped", b"is_stopped", "reason", b"reason", "task_id", b"task_id", "total_runs", b"total_runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_key", b"client_key", "is_stopped", b"is_stopped", "planned_samples", b"planned_samples", "reason", b"reason", "succeeded_samples", b"succeeded_samples", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
