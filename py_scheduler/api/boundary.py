@@ -32,7 +32,7 @@ from py_scheduler.wire.damage import damage_error
 from py_scheduler.wire.errors import internal_status, status_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
     from google.rpc import status_pb2
 
@@ -78,20 +78,17 @@ class OutgoingStream:
 
     async def begin(self) -> None:
         """Tells the caller that the call was taken, where the first message may be long in coming."""
-        await self._context.send_initial_metadata(())
+        await _sent(self._context.send_initial_metadata(()))
 
     async def write(self, message: Any) -> None:
         """Returns once the message is on its way. Raises UnauthenticatedError, CallRefusedError."""
         self._access.check_in_force(self._caller)
-        try:
-            async with asyncio.timeout(self._stalled_seconds):
-                await self._context.write(message)
-        except TimeoutError:
+        if not await _sent(self._context.write(message), self._stalled_seconds):
             # The message is with gRPC already; the status follows it as soon as the client reads again.
             raise CallRefusedError(
                 grpc.StatusCode.UNAVAILABLE,
                 f"nothing was read for {self._stalled_seconds:g} s: resume from the last cursor",
-            ) from None
+            )
 
     def cancelled(self) -> bool:
         return bool(self._context.cancelled())
@@ -195,11 +192,31 @@ class Boundary(grpc.aio.ServerInterceptor):
         async def behaviour(requests: AsyncIterator[bytes], context: Context) -> None:
             try:
                 async for response in handler.stream_stream(parsed(requests), context):
-                    await context.write(response)
+                    await _sent(context.write(response))
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - this is the boundary
                 await _fail(error, context, method)
 
         return behaviour
+
+
+async def _sent(sending: Coroutine[Any, Any, None], seconds: float | None = None) -> bool:
+    """Whether gRPC has sent it within so many seconds. If not, or when who waits is cancelled, gRPC goes on sending.
+
+    In a task of its own, which nothing cancels: what a cancelled send had taken, gRPC never frees (grpc/grpc#43360),
+    and it would hold the message until the client reads or goes all the same.
+    """
+    task = asyncio.create_task(sending)
+    task.add_done_callback(_heard)
+    await asyncio.wait((task,), timeout=seconds)
+    if task.done():
+        task.result()
+    return task.done()
+
+
+def _heard(task: asyncio.Task[None]) -> None:
+    """Who waited may be gone, and asyncio reports errors that nobody has looked at."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _refusing(error: SchedulerError, method: str) -> Handler:
@@ -246,6 +263,8 @@ async def _fail(error: BaseException, context: Context, method: str) -> NoReturn
         if task is not None and task.cancelling():
             raise error
     if isinstance(error, CallRefusedError):
+        # The status may have long to wait for a client that does not read; until then nothing but it is kept.
+        error.__traceback__ = None
         await context.abort(error.code, str(error))
     if isinstance(error, SchedulerError):
         status = status_of(error)

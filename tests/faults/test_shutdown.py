@@ -22,9 +22,10 @@ from py_scheduler.domain.requests import Delivery, EventKind
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import SchedulerError, UnauthenticatedError
-from tests.support.children import Pipe, is_there, until
+from tests.support.children import Pipe, is_there
 from tests.support.controlled_sglang import ControlledSglang
 from tests.support.served_process import served_process
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,7 +140,7 @@ async def test_a_server_with_everything_open_ends_in_time_and_tells_everybody(tm
         assert isinstance(ended[1], SchedulerError), ended[1]
         for stream in unread:
             stream.cancel()
-        await until(lambda: not is_there(child))
+        await eventually(lambda: not is_there(child), pause_seconds=0.01)
         if journal:
             again = await stack.enter_async_context(served_process(config_of(tmp_path, "", engine)))
             after = await stack.enter_async_context(SchedulerClient(again.address))
