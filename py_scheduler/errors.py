@@ -190,3 +190,10 @@ class ServerError(SchedulerError):
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first exception in a group, however many groups it lies in; any other error as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -49,20 +49,20 @@ class CollectingServicer:
             await context.write(collecting_pb2.CollectResultsResponse(parts=parts))
 
     async def DrainSubmission(self, request: collecting_pb2.DrainSubmissionRequest, context: OutgoingStream) -> None:
-        reply = await self._engine.drain_submission(decode_drain_request(request))
+        reply = await self._engine.results.drain(decode_drain_request(request))
         for parts in encode_chunks(reply):
             await context.write(collecting_pb2.DrainSubmissionResponse(parts=parts))
 
     async def AckResults(
         self, request: collecting_pb2.AckResultsRequest, context: Context
     ) -> collecting_pb2.AckResultsResponse:
-        await self._engine.ack_results(*decode_ack_request(request))
+        await self._engine.results.acknowledge(*decode_ack_request(request))
         return collecting_pb2.AckResultsResponse()
 
     async def DiscardSubmission(
         self, request: collecting_pb2.DiscardSubmissionRequest, context: Context
     ) -> collecting_pb2.DiscardSubmissionResponse:
-        await self._engine.discard_submission(*decode_discard_request(request))
+        await self._engine.results.discard(*decode_discard_request(request))
         return collecting_pb2.DiscardSubmissionResponse()
 
     async def ListRunners(
@@ -78,7 +78,7 @@ class CollectingServicer:
             if self._is_stopping:
                 raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, _STOPPING)
             await context.begin()
-            return await self._engine.collect(request)
+            return await self._engine.results.collect(request)
         except asyncio.CancelledError:
             if self._is_stopping and not context.cancelled():
                 task.uncancel()

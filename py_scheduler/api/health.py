@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from py_scheduler.api.boundary import CallRefusedError
+from py_scheduler.scheduler.bell import Bell, rings_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,25 +49,21 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # gr
         self._is_stopping = False
         self._is_blocked = False
         self._is_ended = False
-        self._news = asyncio.Event()
+        self._news = Bell()
 
     def stop_serving(self) -> None:
         """NOT_SERVING from now on; watchers are told."""
         self._is_stopping = True
-        self._tell()
+        self._news.ring()
 
     def set_blocked(self, is_blocked: bool) -> None:
         """Whether the event loop stands still again and again."""
         self._is_blocked = is_blocked
-        self._tell()
+        self._news.ring()
 
     def end_streams(self) -> None:
         self._is_ended = True
-        self._tell()
-
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        self._news.ring()
 
     def _state(self, service: str) -> Any:
         if service not in self._services:
@@ -90,19 +87,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # gr
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: OutgoingStream) -> None:
         told: Any = None
         while True:
-            news, state = self._news, self._state(request.service)
+            news, state = self._news.next_ring(), self._state(request.service)
             if state != told:
                 told = state
                 await context.write(_States(status=state))
             elif self._is_ended:
                 return
             else:
-                await _happened(news, self._look_seconds)
-
-
-async def _happened(news: asyncio.Event, look_seconds: float) -> None:
-    try:
-        async with asyncio.timeout(look_seconds):
-            await news.wait()
-    except TimeoutError:
-        pass
+                await rings_within(self._look_seconds, news)

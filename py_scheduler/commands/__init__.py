@@ -1,1 +1,4 @@
-"""What the commands do that are more than a call: one module for each, beside what it prints."""
+"""One module for each command: `add` gives its parser its words, `run` does what they say and returns the exit code.
+
+`cli` lists the commands and imports the one that is named.
+"""

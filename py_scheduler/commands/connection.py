@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,7 +12,9 @@ from py_scheduler.client import ClientTls, SchedulerClient
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import argparse
+
+_DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +30,32 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
         return SchedulerClient(self.target, token=self.token, tls=self.tls, **settings)
 
 
-def read_token(file: Path | None) -> str:
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Where the server is, what it takes to be let in, and in which namespace to look."""
+    target = "the server (default %(default)s)"
+    parser.add_argument("--target", default=_DEFAULT_TARGET, metavar="HOST:PORT", help=target)
+    parser.add_argument("--namespace", default="default", metavar="NAME", help="default: %(default)s")
+    for name, what in (
+        ("token-file", "a file that holds the bearer token"),
+        ("ca", "who signed the server's certificate, as PEM; asks for TLS"),
+        ("client-certificate", "the client's own certificate, as PEM"),
+        ("client-key", "and its key"),
+    ):
+        variable = f"PY_SCHEDULER_{name.replace('-', '_').upper()}"
+        place = os.environ.get(variable)
+        parser.add_argument(
+            f"--{name}", type=Path, default=place and Path(place), metavar="FILE", help=f"{what} ({variable})"
+        )
+
+
+def connection_of(options: argparse.Namespace) -> Connection:
+    """The server that those flags name. Raises ConfigError."""
+    files = [str(file or "") for file in (options.ca, options.client_certificate, options.client_key)]
+    tls = ClientTls(ca=files[0], certificate=files[1], key=files[2]) if any(files) else None
+    return Connection(target=options.target, token=_read_token(options.token_file), tls=tls)
+
+
+def _read_token(file: Path | None) -> str:
     """What a file holds that a client is told to take its token from. Raises ConfigError."""
     if file is None:
         return ""

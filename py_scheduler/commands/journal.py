@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from py_scheduler.app import journal
 from py_scheduler.app.state import state_dir_of
+from py_scheduler.commands.console import standard_console
 from py_scheduler.config import Config, load_config
 from py_scheduler.errors import ConfigError, JournalError
+from py_scheduler.knobs import CONFIG
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import argparse
 
     from rich.console import Console
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(required=True, metavar="VERB", help="what to do")
+    for verb, text in (
+        ("check", "reads everything and says what is damaged; exit code 1 if something is"),
+        ("recover", "makes a new store of what is sound, moves the old one aside and says exactly what is lost"),
+        ("compact", "drops what the configuration no longer keeps, and makes the file as small as it gets"),
+        ("export", "prints every event that is retained, one JSON object to a line"),
+    ):
+        command = verbs.add_parser(verb, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command.add_argument(
+            CONFIG.flag, type=Path, metavar=CONFIG.metavar, help="the server's configuration, which says where it lies"
+        )
+        command.add_argument("--state-dir", type=Path, metavar="FOLDER", help="where it lies")
+        command.set_defaults(verb=verb)
+
+
+def run(options: argparse.Namespace) -> int:
+    named = os.environ.get(CONFIG.variable)
+    config_file = options.config or (Path(named) if named else None)
+    return run_journal(options.verb, config_file, options.state_dir, standard_console())
 
 
 def run_journal(verb: str, config_file: Path | None, state_dir: Path | None, console: Console) -> int:

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
+from py_scheduler.commands.console import standard_console
 from py_scheduler.errors import ConfigError
 from py_scheduler.knobs import CONFIG, KNOBS, knob_table
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import argparse
 
     from rich.console import Console
 
 BEGIN = "<!-- knobs: written by `py-scheduler knobs --write README.md` -->\n"
 END = "<!-- end of knobs -->\n"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--markdown", action="store_true", help="as a Markdown table")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put that table between its marks in a document")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.write:
+        write_knobs(options.write)
+    elif options.markdown:
+        sys.stdout.write(knob_table())
+    else:
+        show_knobs(standard_console())
+    return 0
 
 
 def show_knobs(console: Console) -> None:

@@ -5,15 +5,17 @@ Needs no handler and no engine: an evaluator table may leave `handler` out, and 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from py_scheduler.app import cluster_nodes
+from py_scheduler.commands.console import standard_console
 from py_scheduler.commands.plan_view import PlanView, show_plan
 from py_scheduler.config import convert_config
 from py_scheduler.errors import ConfigError, FieldViolation, InvalidArgumentError
@@ -46,6 +48,48 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb: float | None = None
     samples_per_task: int | None = None
     draw: str | None = None
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"{parser.description} Exit code 1: the largest batch of some evaluator can never run; says what would help."
+    )
+    parser.add_argument(
+        "layout", nargs="?", metavar="LAYOUT", help="the cluster: inline JSON or a JSON file; none: the one in SPECS"
+    )
+    parser.add_argument(
+        "specs", type=Path, metavar="SPECS", help="a server's configuration, or any TOML or JSON file with evaluators"
+    )
+    # The longer names are those of `serve`, which the layout's own messages name.
+    parser.add_argument(
+        "--num-cpus", "--env-num-cpus", type=float, metavar="CORES", help="cores of each node whose layout names none"
+    )
+    parser.add_argument(
+        "--memory-gb", "--env-memory-gb", type=float, metavar="GIB", help="GiB of each node whose layout names none"
+    )
+    parser.add_argument(
+        "--samples-per-task", type=_positive, metavar="N", help="bounds a batch by batch_size times this"
+    )
+    parser.add_argument("--draw", metavar="EVALUATOR_ID", help="whose packing to draw (default: the first that fits)")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    request = PlanRequest(
+        specs=options.specs,
+        layout=options.layout,
+        num_cpus=options.num_cpus,
+        memory_gb=options.memory_gb,
+        samples_per_task=options.samples_per_task,
+        draw=options.draw,
+    )
+    return run_plan(request, standard_console())
 
 
 def run_plan(request: PlanRequest, console: Console) -> int:
@@ -115,15 +159,3 @@ def _drawn(name: str | None, needs: Sequence[BatchNeed], fitting: Sequence[Batch
             return need
     known = ", ".join(need.evaluator_id for need in needs)
     raise InvalidArgumentError([FieldViolation("--draw", f"no evaluator is called {name!r}: there are {known}")])
-
-
-def plan_request(options: Any) -> PlanRequest:
-    """From the command line's words."""
-    return PlanRequest(
-        specs=options.specs,
-        layout=options.layout,
-        num_cpus=options.num_cpus,
-        memory_gb=options.memory_gb,
-        samples_per_task=options.samples_per_task,
-        draw=options.draw,
-    )

@@ -8,18 +8,20 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from rich import box
 from rich.table import Table
 
+from py_scheduler.commands.console import standard_console
 from py_scheduler.commands.report_data import iteration_name, outcomes_seen, read_report, slowest_samples
 from py_scheduler.commands.report_plots import draw_report
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
     from rich.console import Console
 
@@ -53,6 +55,21 @@ def _shown(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="the artifact folder of a rollout, or its eval_details"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where plots are written (default: DIR/report)")
+    parser.add_argument("--no-plots", action="store_true", help="tables only; matplotlib is not needed")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown, with the plots in it")
+
+
+def run(options: argparse.Namespace) -> int:
+    plots = None if options.no_plots else options.out or options.folder / "report"
+    run_report(options.folder, plots, standard_console(), markdown=options.markdown)
+    return 0
 
 
 def run_report(folder: Path, plots: Path | None, console: Console, *, markdown: bool = False) -> None:

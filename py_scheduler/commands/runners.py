@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
-from py_scheduler.client import SchedulerClient
+from py_scheduler.commands.connection import add_server, connection_of
+from py_scheduler.commands.console import standard_console
 from py_scheduler.domain.runner_table import runner_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    import argparse
+    from collections.abc import Sequence
+
+    from py_scheduler.domain.runners import RunnerView
 
 
-async def show_runners(target: str, console: Console) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
+    add_server(parser)
+
+
+def run(options: argparse.Namespace) -> int:
     """Prints an aligned table. Raises ServerError."""
-    async with SchedulerClient(target, reconnect_seconds=0.0) as client:
-        views = await client.list_runners()
+    views, console = asyncio.run(_runners(options)), standard_console()
     if views:
         console.print(runner_table(views), soft_wrap=True)
     else:
         console.print("no runners: handlers run in the server's own loop")
+    return 0
+
+
+async def _runners(options: argparse.Namespace) -> Sequence[RunnerView]:
+    async with connection_of(options).client(options.namespace) as client:
+        return await client.list_runners()

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
+from py_scheduler.commands.connection import add_server, connection_of
+from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.submissions import SUBMISSION_HELP, selector_of
+
 if TYPE_CHECKING:
+    import argparse
+
     from rich.console import Console
 
     from py_scheduler.commands.connection import Connection
     from py_scheduler.domain.requests import ServerInfo, SubmissionSelector, SubmissionView
 
 
-async def show_server(server: Connection, namespace: str, console: Console) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("submission", nargs="?", metavar="BATCH_ID", help=f"{SUBMISSION_HELP}; none: the server")
+    add_server(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    server, console = connection_of(options), standard_console()
+    if options.submission is None:
+        asyncio.run(_show_server(server, options.namespace, console))
+    else:
+        asyncio.run(_show_submission(selector_of(options), server, console))
+    return 0
+
+
+async def _show_server(server: Connection, namespace: str, console: Console) -> None:
     """Prints what the server is made of. Raises SchedulerError."""
     async with server.client(namespace) as client:
         for line in _server_lines(await client.server_info()):
             console.print(line, soft_wrap=True)
 
 
-async def show_submission(selector: SubmissionSelector, server: Connection, console: Console) -> None:
+async def _show_submission(selector: SubmissionSelector, server: Connection, console: Console) -> None:
     """Prints how a submission stands, and why what waits is waiting. Raises NotFoundError."""
     async with server.client(selector.namespace) as client:
         view = await client.get_submission(selector.batch_id, submission_id=selector.submission_id)

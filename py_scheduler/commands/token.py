@@ -6,23 +6,42 @@ import hashlib
 import re
 import secrets
 import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from py_scheduler.commands.console import standard_console
 from py_scheduler.domain.limits import name_fault
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import argparse
 
     from rich.console import Console
-
 
 _PREFIX = "pyst_"
 """Lets scanners for leaked secrets know one."""
 _SECRET_BYTES = 32
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(required=True, metavar="VERB", help="what to do")
+    new = verbs.add_parser("new", help="print a new token once, and its line for the server's tokens file")
+    new.add_argument("name", metavar="NAME", help="what the audit log calls its holder")
+    new.add_argument(
+        "--namespace", action="append", required=True, metavar="NAME", help='may be given several times; "*": all'
+    )
+    new.add_argument(
+        "--engines", action="store_true", help="lets it pause generation and change weights, for every namespace"
+    )
+    new.add_argument("--to", type=Path, metavar="FILE", help="adds the line to this tokens file")
+
+
+def run(options: argparse.Namespace) -> int:
+    make_token(options.name, options.namespace, options.to, standard_console(), controls_engines=options.engines)
+    return 0
 
 
 def make_token(

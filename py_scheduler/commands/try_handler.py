@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler import app
+from py_scheduler.commands.console import standard_console
 from py_scheduler.commands.try_view import Trial, show_json, show_trial
 from py_scheduler.config import Config, GatewaySettings, convert_config, load_config
 from py_scheduler.containment import contained_task
@@ -24,10 +25,11 @@ from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.requests import EventFilter, SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task
 from py_scheduler.errors import ConfigError, InvalidArgumentError
-from py_scheduler.knobs import overrides_of
+from py_scheduler.knobs import CONFIG, overrides_of
 from py_scheduler.version import version
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
     from rich.console import Console
@@ -58,6 +60,46 @@ class TryRequest(msgspec.Struct, frozen=True, kw_only=True):
     task_json: Path | None = None
     as_json: bool = False
     whole_text: bool = False
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"{parser.description} Exit code 0: it was played and scored, whatever the score; 1: the handler raised or was "
+        "stopped; 2: a fault in what was asked."
+    )
+    parser.add_argument(
+        "handler", metavar="HANDLER", help="module:Class, or the evaluator_id of one in the configuration"
+    )
+    parser.add_argument(
+        CONFIG.flag, type=Path, metavar=CONFIG.metavar, help="a server's configuration: cluster, engines, evaluator"
+    )
+    parser.add_argument(
+        "--engine",
+        metavar="ENGINE",
+        help='"embedded" (the default without a configuration), "none", or the address of an SGLang server',
+    )
+    parser.add_argument("--args", metavar="JSON", help="the handler's arguments; default: the configuration's")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--prompt", metavar="TEXT", help="the prompt of the task")
+    task.add_argument(
+        "--task-json", type=Path, metavar="FILE", help='the whole task: {"prompt": ..., "metadata": {...}}'
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--whole-text", action="store_true", help="shorten no text")
+
+
+def run(options: argparse.Namespace) -> int:
+    request = TryRequest(
+        handler=options.handler,
+        config_file=options.config,
+        engine=options.engine,
+        handler_args=options.args,
+        prompt=options.prompt or "",
+        task_json=options.task_json,
+        as_json=options.json,
+        whole_text=options.whole_text,
+    )
+    return run_try(request, standard_console())
 
 
 def run_try(request: TryRequest, console: Console) -> int:

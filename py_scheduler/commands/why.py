@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
+from py_scheduler.commands.connection import add_server, connection_of
+from py_scheduler.commands.console import standard_console
 from py_scheduler.domain.explanations import TaskPhase
 
 if TYPE_CHECKING:
+    import argparse
+
     from rich.console import Console
 
     from py_scheduler.commands.connection import Connection
@@ -19,7 +24,17 @@ if TYPE_CHECKING:
 _MAX_NODES = 20
 
 
-async def show_task(task_id: str, server: Connection, namespace: str, console: Console) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task_id", metavar="TASK_ID", help="as `submit` returned it, and events carry it")
+    add_server(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    asyncio.run(_show_task(options.task_id, connection_of(options), options.namespace, standard_console()))
+    return 0
+
+
+async def _show_task(task_id: str, server: Connection, namespace: str, console: Console) -> None:
     """Asks the server and prints. Raises NotFoundError for a task that it does not know, ServerError."""
     async with server.client(namespace) as client:
         show_explanation(await client.explain_task(task_id), console)

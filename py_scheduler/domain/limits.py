@@ -105,7 +105,7 @@ def check_batch_id(batch_id: object) -> Iterator[FieldViolation]:
     if isinstance(batch_id, str):
         if fault := name_fault(batch_id):
             yield FieldViolation("label", fault)
-    elif not isinstance(batch_id, int):
+    elif not isinstance(batch_id, int) or isinstance(batch_id, bool):
         yield FieldViolation("step", f'is {type(batch_id).__name__}, must be a step (7) or a label ("7/gsm8k")')
     elif not 0 <= batch_id <= _MAX_INT64:
         yield FieldViolation("step", f"is {batch_id}, must be 0 or more and fit 64 bits")

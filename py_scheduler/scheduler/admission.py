@@ -8,25 +8,21 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.requests import WaitingBatch
 from py_scheduler.placement import PlacementPool, tokens_in_budget
 from py_scheduler.scheduler.commands import LeaseAttempts
 from py_scheduler.scheduler.flows import FlowPolicy
 from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyClaim, ReadyQueue
-from py_scheduler.scheduler.service_order import Ahead, ahead_of, describe_ahead
 from py_scheduler.scheduler.shares import Shares, supply_of
-from py_scheduler.scheduler.task_explanation import TaskExplainer
+from py_scheduler.scheduler.waiting_reasons import WaitingReasons
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import AttemptRef
-    from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.leases import PlacementDemand
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.quotas import NamespaceSettings
@@ -37,13 +33,11 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.quotas import Quotas
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
-    from py_scheduler.scheduler.staleness_gate import HeldBatch, StalenessGate
+    from py_scheduler.scheduler.staleness_gate import StalenessGate
 
     Launch = Callable[[EvaluatorSpec, list[PlannedAttempt], Sequence[PlacementToken | None], float], None]
 
 _TURN_SECONDS = 0.002
-_SHUTTING_DOWN = "the server is shutting down and admits nothing"
-_ITS_TURN = "it waits for its turn: `py-scheduler why TASK_ID`, with a task of it, says what is ahead"
 
 
 class Admission:
@@ -83,7 +77,7 @@ class Admission:
         )
         self._wake = asyncio.Event()
         self._slots_out = 0
-        self._stranded_tokens = 0
+        self.stranded_tokens = 0
         self._may_hold_ended = False
         self._in_budget: dict[str, int] = {}
         """How many tokens the budget of each evaluator holds."""
@@ -93,6 +87,7 @@ class Admission:
         if gate is not None:
             gate.opened = self._wake.set
         self.is_stopped = False
+        self.reasons = WaitingReasons(self, self._queue, pool, recorder.ledger, clock, quotas, gate, self._max_slots)
 
     def enqueue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         """Adds one batch: attempts of one submission and one spec."""
@@ -132,7 +127,7 @@ class Admission:
 
         A batch that needs their room waits for something that may never come: it holds nobody back meanwhile.
         """
-        self._stranded_tokens = tokens
+        self.stranded_tokens = tokens
         self._queue.holds_back = tokens == 0
         self._wake.set()
 
@@ -292,7 +287,7 @@ class Admission:
         """Whether the entry would take a slot, or room of a kind, that the head waits for."""
         if self._pool is None:
             return True
-        if isinstance(entry, ReadyBatch) and self._lacks_slots(head):
+        if isinstance(entry, ReadyBatch) and self.lacks_slots(head):
             return True
         return _may_want_the_same(self._sample_of(entry), self._sample_of(head))
 
@@ -302,87 +297,12 @@ class Admission:
         assert isinstance(entry, ReadyClaim)
         return entry.per_sample
 
-    def _lacks_slots(self, entry: ReadyEntry) -> bool:
+    def lacks_slots(self, entry: ReadyEntry) -> bool:
+        """Whether it needs more slots than are free."""
         return isinstance(entry, ReadyBatch) and self._slots_are_short(self._tokens_at_once(entry))
 
     def _slots_are_short(self, wanted: int) -> bool:
         return self._max_slots - self._slots_out < wanted
-
-    # Why does it wait?
-
-    def waiting(self, submission_id: str, limit: int) -> list[WaitingBatch]:
-        """The waiting batches of a submission, in order, each with its reason."""
-        ledger, now = self._recorder.ledger, self._clock.monotonic()
-        found: list[WaitingBatch] = []
-        batches: Iterator[ReadyBatch | HeldBatch] = itertools.chain(
-            self._queue.batches_of(submission_id), self._held(submission_id)
-        )
-        for batch in batches:
-            live = [attempt.ref.task_id for attempt in batch.attempts if ledger.is_waiting(attempt.ref)]
-            if live:
-                queued = batch if isinstance(batch, ReadyBatch) else None
-                found.append(
-                    WaitingBatch(
-                        task_ids=tuple(dict.fromkeys(live)),
-                        reason=self._why_held(batch.namespace) if queued is None else self._reason(queued),
-                        waiting_seconds=now - batch.queued_at,
-                        bypassed=0 if queued is None else queued.bypassed,
-                    )
-                )
-                if len(found) == limit:
-                    break
-        return found
-
-    def _held(self, submission_id: str) -> list[HeldBatch]:
-        submission = self._recorder.ledger.submission(submission_id)
-        if self._gate is None or submission is None:
-            return []
-        return [batch for batch in self._gate.held(submission.key.namespace) if batch.submission_id == submission_id]
-
-    def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
-        """How a task stands, and why it waits if it does. Raises NotFoundError."""
-        explainer = TaskExplainer(
-            self._queue,
-            self._pool,
-            self._recorder.ledger,
-            now=self._clock.monotonic(),
-            max_slots=self._max_slots,
-            reason_of=self._reason,
-            held=[] if self._gate is None else self._gate.held(namespace),
-            why_held=self._why_held(namespace),
-        )
-        return explainer.explain(task_id, namespace)
-
-    def why_pending(self, entry: ReadyClaim) -> str:
-        """Why a claim in the queue is not granted."""
-        return self._reason(entry, ahead_of(self._queue, entry, self._clock.monotonic()))
-
-    def _reason(self, entry: ReadyEntry, ahead: Ahead | None = None) -> str:
-        if self.is_stopped:
-            return _SHUTTING_DOWN
-        reason = self._why_not_admitted(entry)
-        turn = describe_ahead(self._queue, entry, ahead) if ahead is not None else _ITS_TURN
-        if reason and len(self._queue.flows) == 1:
-            return reason
-        return f"{reason}; {turn}" if reason else turn
-
-    def _why_held(self, namespace: str) -> str:
-        if self.is_stopped or self._gate is None:
-            return _SHUTTING_DOWN
-        return self._gate.reason(namespace)
-
-    def _why_not_admitted(self, entry: ReadyEntry) -> str:
-        """What would keep it waiting even if its turn came; empty when nothing is known to."""
-        namespace = entry.flow[0]
-        if self._is_capped(entry):
-            quota, held = self._quotas.of(namespace).max_running_samples, self._shares.tokens_of(namespace)
-            return f"the quota of namespace {namespace!r} is max_running_samples = {quota}, and {held} are running"
-        if self._lacks_slots(entry):
-            return f"max_running_samples ({self._max_slots}) are running"
-        if self._pool is not None and self._queue.is_blocked(entry):
-            stranded = f"; {self._stranded_tokens} tokens are held by handlers that do not stop"
-            return _why_blocked(self._pool, entry) + (stranded if self._stranded_tokens else "")
-        return ""
 
 
 def _may_want_the_same(one: Resource, other: Resource) -> bool:
@@ -391,17 +311,3 @@ def _may_want_the_same(one: Resource, other: Resource) -> bool:
         return False
     amounts = ((one.gpu, other.gpu), (one.cpu, other.cpu), (one.memory_gb, other.memory_gb))
     return any(min(both) > 0 for both in amounts) or not one.named.keys().isdisjoint(other.named)
-
-
-def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
-    if isinstance(entry, ReadyClaim):
-        demand, wanted = entry.per_sample, entry.tokens
-    else:
-        assert isinstance(entry, ReadyBatch)
-        demand = entry.spec.sample_resource
-        wanted = min(tokens_in_budget(entry.spec.resource, demand), len(entry.attempts))
-    if not pool.nodes():
-        return "no node is left in the pool: it waits until one is back"
-    explanation = pool.explain(demand, wanted)
-    short = ", ".join(f"{what} on {nodes} {'node' if nodes == 1 else 'nodes'}" for what, nodes in explanation.shortages)
-    return f"needs {wanted} tokens at once, {explanation.free_tokens} are free; short of {short or 'nothing any more'}"

@@ -23,12 +23,15 @@ from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from py_scheduler.scheduler.commands import AcknowledgeResults, CollectResults, DiscardResults
+from py_scheduler.scheduler.intake import discard_digest
 from py_scheduler.scheduler.kept_results import why_incomplete
+from py_scheduler.scheduler.lookup import find_submission
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator
 
     from py_scheduler.domain.ports import Clock
+    from py_scheduler.domain.requests import SubmissionSelector
     from py_scheduler.scheduler.event_log import EventLog
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.records import CollectedSet, SubmissionRecord, TaskRecord
@@ -52,7 +55,7 @@ class StopAndWait(Protocol):
 
 
 class Collector:
-    """One scheduler's. `stop_and_wait` stops what a call does not wait for any longer."""
+    """One scheduler's kept results. `stop_and_wait` stops what a call does not wait for any longer."""
 
     def __init__(
         self,
@@ -70,7 +73,8 @@ class Collector:
         self._stop_and_wait = stop_and_wait
 
     async def collect(self, request: CollectRequest) -> CollectReply:
-        """Waits as the request says, and hands out what is there then. A submission that is unknown: nothing, at once.
+        """Of tasks that were submitted with `Delivery.COLLECT`: waits as the request says, and hands out what is there
+        then. A submission that is unknown: nothing, at once.
 
         Raises InvalidArgumentError, AlreadyExistsError (a request_id that was used for another submission),
         ResourceExhaustedError.
@@ -104,27 +108,39 @@ class Collector:
         return await self._answer(known, request)
 
     async def drain(self, request: CollectRequest) -> CollectReply:
-        """Hands out what is there, and waits for nothing; what is not finished goes on."""
+        """Hands out what is finished now, and waits for nothing; the rest goes on."""
         now = msgspec.structs.replace(request, timeout_seconds=0.0, clear_unfinished=False, min_num=None)
         return msgspec.structs.replace(await self.collect(now), is_timed_out=False)
 
     async def acknowledge(self, namespace: str, request_id: str) -> None:
-        """What was handed out under this id has arrived. One that is not known (any more) is no error."""
+        """What was handed out under this id has arrived, and is kept no longer. An id that is not known (any more) is
+        no error.
+        """
         command = AcknowledgeResults(namespace, request_id, self._clock.unix_time())
         if self._recorder.record(command, namespace):
             await self._event_log.wait_committed(self._ledger.last_sequence)
 
-    async def discard(self, submission: SubmissionRecord, request_id: str = "", request_digest: bytes = b"") -> None:
-        """Forgets what a submission keeps. Its open tasks go on."""
-        if self.forget(submission, request_id, request_digest):
+    async def discard(self, selector: SubmissionSelector, request_id: str = "") -> None:
+        """Forgets what a submission keeps, and how many tasks it had; under one request_id once. Its open tasks go on.
+
+        Raises NotFoundError, AlreadyExistsError when the request_id is another call's.
+        """
+        digest = discard_digest(selector) if request_id else b""
+        is_new = self._ledger.repeated(selector.namespace, request_id, digest) is None
+        if not is_new or self._forget(selector, request_id, digest):
             await self._event_log.wait_committed(self._ledger.last_sequence)
 
-    def forget(self, submission: SubmissionRecord, request_id: str = "", request_digest: bytes = b"") -> bool:
-        """`discard` without a wait for the journal; whether there is anything to write down."""
-        command = DiscardResults(submission.submission_id, self._clock.unix_time(), request_id, request_digest)
-        return bool(self._recorder.record(command, submission.key.namespace))
+    def forget(self, selector: SubmissionSelector) -> None:
+        """`discard` within this turn of the loop; the journal hears of it a little later. Raises NotFoundError."""
+        self._forget(selector, "", b"")
 
     # Inside
+
+    def _forget(self, selector: SubmissionSelector, request_id: str, request_digest: bytes) -> bool:
+        """Whether there is anything to write down."""
+        submission = find_submission(self._ledger, selector)
+        command = DiscardResults(submission.submission_id, self._clock.unix_time(), request_id, request_digest)
+        return bool(self._recorder.record(command, submission.key.namespace))
 
     def _find(self, request: CollectRequest) -> SubmissionRecord | None:
         if request.submission_id:
@@ -268,8 +284,8 @@ def _unfinished(task: TaskRecord, *, is_stopped: bool) -> UnfinishedTask:
     return UnfinishedTask(
         task_id=task.task_id,
         client_key=task.task.client_key,
-        completed_runs=task.succeeded_samples,
-        total_runs=total,
+        succeeded_samples=task.succeeded_samples,
+        planned_samples=total,
         is_stopped=is_stopped,
         reason=why_incomplete(task.succeeded_samples, total, task.reason or _where_it_stands(task)),
     )

@@ -30,6 +30,7 @@ from py_scheduler.domain.events import (
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
 from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, JournalError, ResourceExhaustedError
 from py_scheduler.scheduler.acknowledgements import Acknowledgements
+from py_scheduler.scheduler.bell import Bell, rings_within
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -81,7 +82,7 @@ class EventLog:
         self._uncommitted: list[EventRecord] = []
         self._tail: list[EventRecord] = []
         self._tail_bytes = 0
-        self._news = asyncio.Event()
+        self._news = Bell()
         self._is_closed = False
         self._appended_sequence = 0
         self.committed_sequence = 0
@@ -120,7 +121,7 @@ class EventLog:
         self.flush()
         while self.committed_sequence < sequence:
             self.check_writable()
-            await self._news.wait()
+            await self._news.next_ring().wait()
 
     def check_writable(self) -> None:
         """Raises ResourceExhaustedError while the journal cannot write; with no time to come back if it never can."""
@@ -139,7 +140,7 @@ class EventLog:
     def _on_failure(self, error: Exception) -> None:
         """The journal keeps what it was given and goes on trying; its next commit says that it can write again."""
         self.failure = error
-        self._tell()
+        self._news.ring()
 
     def _on_commit(self, through_sequence: int) -> None:
         self.failure = None
@@ -150,7 +151,7 @@ class EventLog:
         self._tail_bytes += sum([record.size for record in committed])
         if len(self._tail) > 2 * self._max_tail_events or self._tail_bytes > 2 * self._max_tail_bytes:
             self._cut_tail()
-        self._tell()
+        self._news.ring()
 
     def _cut_tail(self) -> None:
         """Halves the tail at least; what is cut off keeps no encoded form."""
@@ -178,17 +179,13 @@ class EventLog:
 
     async def wait_news(self) -> None:
         """Returns after the next commit, or failure to commit."""
-        await self._news.wait()
-
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        await self._news.next_ring().wait()
 
     def close(self) -> None:
         """Ends all watches once they have given what is committed."""
         self.flush()
         self._is_closed = True
-        self._tell()
+        self._news.ring()
 
     # Reading
 
@@ -215,7 +212,7 @@ class EventLog:
         wanted = _wanted(event_filter)
         frame_is_due = True
         while True:
-            news = self._news
+            news = self._news.next_ring()
             records, position = await self._read(position, wanted)
             if records or frame_is_due:
                 yield EventFrame(after_sequence=told, through_sequence=position, records=tuple(records))
@@ -240,7 +237,11 @@ class EventLog:
         records: list[EventRecord] = []
         size, through = 0, after
         types, namespaces, submission_id = wanted.types, wanted.namespaces, wanted.submission_id
-        for record in await self._records_after(after):
+        scanned = self._tail_after(after)
+        if scanned is None:
+            self.check_cursor(after)
+            scanned = await self._journal.read(after, _FRAME_SCAN)
+        for record in scanned:
             through = record.sequence
             event = record.event
             if (
@@ -254,15 +255,15 @@ class EventLog:
                     break
         return records, through
 
-    async def _records_after(self, after: int) -> Sequence[EventRecord]:
+    def _tail_after(self, after: int) -> Sequence[EventRecord] | None:
+        """None when the tail begins later."""
         if after >= self.committed_sequence:
             return ()
         tail = self._tail
-        if tail and tail[0].sequence <= after + 1:
-            start = after + 1 - tail[0].sequence
-            return tail[start : start + _FRAME_SCAN]
-        self.check_cursor(after)
-        return await self._journal.read(after, _FRAME_SCAN)
+        if not tail or tail[0].sequence > after + 1:
+            return None
+        start = after + 1 - tail[0].sequence
+        return tail[start : start + _FRAME_SCAN]
 
 
 async def _idle(news: asyncio.Event, *, something_to_tell: bool) -> bool:
@@ -270,12 +271,7 @@ async def _idle(news: asyncio.Event, *, something_to_tell: bool) -> bool:
     if not something_to_tell:
         await news.wait()
         return False
-    try:
-        async with asyncio.timeout(_IDLE_FRAME_SECONDS):
-            await news.wait()
-    except TimeoutError:
-        return True
-    return False
+    return not await rings_within(_IDLE_FRAME_SECONDS, news)
 
 
 def _wanted(event_filter: EventFilter) -> _Wanted:

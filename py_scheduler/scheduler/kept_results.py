@@ -202,11 +202,11 @@ def result_size(result: TaskResult) -> int:
     return EVENT_BYTES + samples + sum(map(len, result.payloads))
 
 
-def why_incomplete(completed_runs: int, total_runs: int, reason: str) -> str:
+def why_incomplete(succeeded_samples: int, planned_samples: int, reason: str) -> str:
     """What the trainer is told of a task that has fewer runs than planned; empty for one that has all."""
-    if completed_runs == total_runs:
+    if succeeded_samples == planned_samples:
         return ""
-    return f"{completed_runs}/{total_runs} runs completed successfully. {reason}".rstrip()
+    return f"{succeeded_samples}/{planned_samples} runs completed successfully. {reason}".rstrip()
 
 
 def _result(task: TaskRecord, staged: StagedResult, done: TaskDone) -> TaskResult:
@@ -226,8 +226,8 @@ def _result(task: TaskRecord, staged: StagedResult, done: TaskDone) -> TaskResul
         task_id=task.task_id,
         client_key=done.client_key,
         state=done.state,
-        completed_runs=completed,
-        total_runs=done.planned_samples,
+        succeeded_samples=completed,
+        planned_samples=done.planned_samples,
         is_eval=task.task.config.is_eval,
         message=message,
         metrics=task_metrics([*runs, *seconds], is_eval=task.task.config.is_eval),

@@ -348,7 +348,7 @@ class LeaseDesk:
         return self._pool
 
     def _view(self, claim: Claim) -> LeaseView:
-        reason = claim.end_reason if claim.entry is None else self._admission.why_pending(claim.entry)
+        reason = claim.end_reason if claim.entry is None else self._admission.reasons.why_pending(claim.entry)
         return claim.view(self._clock.monotonic(), reason)
 
 

@@ -1,4 +1,5 @@
-"""What each namespace may hold at most, as it is now: what the configuration says and what the tokens' file says.
+"""What each namespace, and the whole server, may hold at most, as it is now: what the configuration says and what the
+tokens' file says.
 
 Invariant: the strictest of all that is said of a namespace holds.
 """
@@ -11,10 +12,17 @@ from py_scheduler.domain.quotas import UNLIMITED, Quota
 from py_scheduler.errors import ResourceExhaustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from py_scheduler.domain.task import Task
+    from py_scheduler.scheduler.event_log import EventLog
+    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.settings import EngineSettings
 
 _RETRY_AFTER_SECONDS = 1.0
 _EVERY_NAMESPACE = "*"
+_MAX_KNOWN = 10_000
+"""Namespaces are what clients say they are: no end of them may be remembered."""
 
 
 class Quotas:
@@ -66,5 +74,39 @@ class Quotas:
         self._known.clear()
 
 
-_MAX_KNOWN = 10_000
-"""Namespaces are what clients say they are: no end of them may be remembered."""
+class IntakeLimits:
+    """What may be open, unread or kept when more tasks come."""
+
+    def __init__(self, quotas: Quotas, ledger: Ledger, event_log: EventLog, settings: EngineSettings) -> None:
+        self._quotas = quotas
+        self._ledger = ledger
+        self._event_log = event_log
+        self._settings = settings
+
+    def check(self, tasks: Sequence[Task], namespace: str, *, keeps_results: bool) -> None:
+        """Raises ResourceExhaustedError while these tasks would be too many. keeps_results: theirs are collected."""
+        ledger, settings = self._ledger, self._settings
+        self._quotas.check_tasks(namespace, ledger.open_tasks_in(namespace), len(tasks))
+        self._quotas.check_retained(namespace, self._event_log.unread_bytes)
+        samples = sum([task.config.repeat_times for task in tasks])
+        for what, are_open, more, limit in (
+            ("tasks", ledger.open_tasks, len(tasks), settings.max_queued_tasks),
+            ("samples", ledger.open_samples, samples, settings.max_queued_samples),
+        ):
+            if are_open + more > limit:
+                raise ResourceExhaustedError(
+                    f"{are_open} {what} are open, {more} more would exceed max_queued_{what} ({limit}):"
+                    " wait for some to finish",
+                    _RETRY_AFTER_SECONDS,
+                )
+        if keeps_results:
+            self._check_kept()
+
+    def _check_kept(self) -> None:
+        kept, limit = self._ledger.results.kept_bytes, self._settings.max_kept_bytes
+        if kept >= limit:
+            raise ResourceExhaustedError(
+                f"results of {kept} bytes wait to be collected or acknowledged, max_kept_bytes is {limit}:"
+                " collect, acknowledge or discard some",
+                _RETRY_AFTER_SECONDS,
+            )

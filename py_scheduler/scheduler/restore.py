@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.snapshots import Snapshot
     from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.execution.attempt import PlannedAttempt
+    from py_scheduler.scheduler.checkpoints import Checkpoints
+    from py_scheduler.scheduler.event_log import EventLog
     from py_scheduler.scheduler.ledger import Ledger
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.records import TaskRecord
@@ -57,6 +59,21 @@ class Folded(msgspec.Struct):
                 sequences for task_id, sequences in bare if task_id in kept or ledger.task(task_id) is not None
             )
         )
+
+
+async def restore(
+    journal: Journal, recorder: Recorder, event_log: EventLog, checkpoints: Checkpoints, clock: Clock
+) -> None:
+    """Everything below, in order: afterwards all is as it was, nothing runs, and what is new follows behind it."""
+    ledger = recorder.ledger
+    folded = fold(journal, ledger)
+    event_log.start(ledger.last_sequence)
+    event_log.acknowledgements.restore(ledger.submissions(), journal.oldest_sequence)
+    checkpoints.start(folded.snapshots)
+    await complete(journal, ledger, folded)
+    if folded.limits != ledger.service.limits:
+        checkpoints.put_service()
+    interrupt_running(recorder, clock)
 
 
 def fold(journal: Journal, ledger: Ledger) -> Folded:

@@ -6,9 +6,9 @@ nowhere, and is gone from here too when its wait would have been over.
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.backoff import backoff_seconds
 from py_scheduler.domain.explanations import TaskWait
 from py_scheduler.domain.requests import WaitingBatch
 from py_scheduler.scheduler.deadlines import Deadlines
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.scheduler.ledger import Ledger
     from py_scheduler.scheduler.settings import EngineSettings
-
-_MAX_DOUBLINGS = 62
 
 
 class RetryBackoff:
@@ -73,9 +71,7 @@ class RetryBackoffs:
         if not self._first_seconds:
             self._requeue(spec, [attempt])
             return
-        whole = min(self._longest_seconds, self._first_seconds * 2 ** min(failures - 1, _MAX_DOUBLINGS))
-        # Not all at the same time: what failed together would come back together.
-        ends_at = self._clock.monotonic() + whole * random.uniform(0.5, 1.0)
+        ends_at = self._clock.monotonic() + backoff_seconds(failures, self._first_seconds, self._longest_seconds)
         backoff = RetryBackoff(self._ledger, spec, attempt, ends_at)
         self._waiting.setdefault(attempt.submission_id, {})[backoff] = None
         self._deadlines.add(ends_at, backoff)

@@ -23,6 +23,7 @@ from py_scheduler.execution.evaluator import Evaluator
 from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.runner import INLINE
 from py_scheduler.execution.workers import WorkerPool
+from py_scheduler.scheduler.bell import Bell
 from py_scheduler.scheduler.commands import EndAttempt, StartAttempt
 from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.dynamic_timeout import dynamic_timeout
@@ -99,8 +100,8 @@ class Supervisor:
         self._stranded: dict[AttemptRef, RunningAttempt] = {}
         self._deadlines: Deadlines[RunningAttempt] = Deadlines(services.clock, self._on_deadline)
         self._workers = WorkerPool(settings.max_running_samples, self._on_crash)
-        self._stopped = asyncio.Event()
-        self.groups = GroupScorer(recorder, services.clock, settings, runners, self._tell_stopped)
+        self._stopped = Bell()
+        self.groups = GroupScorer(recorder, services.clock, settings, runners, self._stopped.ring)
         self.is_draining = False
         """No attempt is started any more; what runs may finish."""
 
@@ -152,7 +153,7 @@ class Supervisor:
             self._room_is_stranded(len(self._stranded))
         self._report(running, report)
         if running.stop_cause is not None or self.is_draining:
-            self._tell_stopped()
+            self._stopped.ring()
 
     def slot_is_free(self, evaluator: Evaluator, token: PlacementToken | None, worker: Worker) -> None:
         if token is not None:
@@ -178,7 +179,7 @@ class Supervisor:
     async def wait_stopped(self, concerned: Concerned) -> None:
         """Returns when none of these tasks runs any more; what is stranded is not waited for."""
         while any(not is_stranded for _, is_stranded in self._at_work(concerned)):
-            await self._stopped.wait()
+            await self._stopped.next_ring().wait()
 
     def _at_work(self, concerned: Concerned) -> Iterator[tuple[str, bool]]:
         """The tasks that attempts or scores of groups are at, and whether those are stranded."""
@@ -199,10 +200,6 @@ class Supervisor:
         if running.stop(cause, reason, restarts_runner=restarts_runner):
             running.stop_deadline = self._clock.monotonic() + self._stop_grace_seconds
             self._deadlines.add(running.stop_deadline, running)
-
-    def _tell_stopped(self) -> None:
-        stopped, self._stopped = self._stopped, asyncio.Event()
-        stopped.set()
 
     def _on_deadline(self, running: RunningAttempt, when: float) -> None:
         if running.stop_cause is not None:
@@ -242,7 +239,7 @@ class Supervisor:
         self._report(running, AttemptReport(running.stop_cause.attempt_state, (sample,), message), confirmed=False)
         self._workers.abandon(running.worker)
         self._slot_is_gone(running.evaluator)
-        self._tell_stopped()
+        self._stopped.ring()
 
     def _on_crash(self, worker: Worker, error: BaseException) -> None:
         """A worker ended by a fault of ours: its attempt is LOST. Its slot came back on the way out."""

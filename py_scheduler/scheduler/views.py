@@ -1,20 +1,90 @@
-"""What a scheduler is made of, as it is shown to clients."""
+"""What a scheduler is made of and how things stand, as it is shown to clients. Whoever looks changes nothing."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.requests import EvaluatorSpecView, GenerationEngineView
+import msgspec
+
+from py_scheduler.domain.limits import MAX_WAITING_SHOWN
+from py_scheduler.domain.requests import EvaluatorSpecView, GenerationEngineView, SubmissionView
+from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.errors import GenerationError
+from py_scheduler.scheduler.lookup import find_submission
+from py_scheduler.scheduler.records import submission_and_number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.requests import SubmissionSelector
+    from py_scheduler.domain.runners import RunnerView
+    from py_scheduler.execution.runner import Runner
+    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.retry_backoff import RetryBackoffs
+    from py_scheduler.scheduler.waiting_reasons import WaitingReasons
 
 logger = logging.getLogger(__name__)
 
 _NO_MODEL_INFO = "the engine does not answer: the server's log says why"
+_WORKFLOW_ID = "workflow_id"
+
+
+class Views:
+    """How submissions, tasks and runners stand."""
+
+    def __init__(
+        self, ledger: Ledger, reasons: WaitingReasons, backoffs: RetryBackoffs, runners: Sequence[Runner]
+    ) -> None:
+        self._ledger = ledger
+        self._reasons = reasons
+        self._backoffs = backoffs
+        self._runners = runners
+
+    def submission(self, selector: SubmissionSelector) -> SubmissionView:
+        """See `Engine.submission`."""
+        record = find_submission(self._ledger, selector)
+        waiting = self._reasons.waiting(record.submission_id, MAX_WAITING_SHOWN)
+        waiting += self._backoffs.waits(record.submission_id)[: MAX_WAITING_SHOWN - len(waiting)]
+        attempts, done = record.attempts_in, record.done_tasks
+        return SubmissionView(
+            submission_id=record.submission_id,
+            key=record.key,
+            queued_attempts=attempts[AttemptState.QUEUED],
+            leased_attempts=attempts[AttemptState.LEASED],
+            running_attempts=attempts[AttemptState.RUNNING],
+            open_tasks=len(record.open_tasks),
+            succeeded_tasks=done[TaskState.SUCCEEDED],
+            partial_tasks=done[TaskState.PARTIAL],
+            failed_tasks=done[TaskState.FAILED],
+            aborted_tasks=done[TaskState.ABORTED],
+            waiting=tuple(waiting),
+            scheduled_tasks=record.kept.scheduled_tasks,
+            collectable_tasks=len(record.kept.collectable),
+            unacknowledged_tasks=sum(len(collected.results) for collected in record.kept.unacknowledged.values()),
+            kept_bytes=record.kept.size,
+        )
+
+    def task(self, task_id: str, namespace: str) -> TaskExplanation:
+        """See `Engine.explain_task`."""
+        explanation = self._reasons.explain_task(task_id, namespace)
+        backoffs = self._backoffs.task_waits(explanation.submission_id, task_id)
+        return msgspec.structs.replace(explanation, waits=explanation.waits + backoffs) if backoffs else explanation
+
+    def runners(self) -> list[RunnerView]:
+        """See `Engine.runner_views`."""
+        return [self._with_workflow_id(view) for runner in self._runners for view in runner.views()]
+
+    def _with_workflow_id(self, view: RunnerView) -> RunnerView:
+        submission = self._ledger.submission(view.submission_id)
+        if submission is None or _WORKFLOW_ID in view.keys:
+            return view
+        _, number = submission_and_number(view.task_id)
+        workflow_id = f"{submission.key.batch_id}/{number}/{view.sample_no}"
+        return msgspec.structs.replace(view, keys={_WORKFLOW_ID: workflow_id, **view.keys})
 
 
 def evaluator_view(spec: EvaluatorSpec) -> EvaluatorSpecView:

@@ -16,6 +16,7 @@ from py_scheduler.app import build, running
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import ServerSettings, parse_config
 from tests.support.fake_engine import FakeEngine
+from tests.support.guarded import Guarded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -76,3 +77,12 @@ async def channel(served: Served) -> AsyncIterator[grpc.aio.Channel]:
 @pytest.fixture
 def stub(channel: grpc.aio.Channel) -> scheduler_service_pb2_grpc.SchedulerServiceStub:
     return scheduler_service_pb2_grpc.SchedulerServiceStub(channel)
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
+    """A server on a fake engine that wants tokens."""
+    guarded = Guarded(tmp_path / "tokens.toml")
+    guarded.served = await serve(FakeEngine(), tokens_file=str(guarded.file))
+    yield guarded
+    await guarded.served.server.stop()

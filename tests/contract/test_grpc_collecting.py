@@ -17,7 +17,7 @@ from py_scheduler.domain.results import TaskState
 from py_scheduler.domain.runners import RunnerState, RunnerView
 from py_scheduler.errors import InvalidArgumentError, ServerError
 from tests.contract.conftest import Served, serve
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, FakeResults
 from tests.support.grpc_calls import tasks
 
 
@@ -26,8 +26,8 @@ def result(number: int, *payloads: bytes) -> TaskResult:
         task_id=f"s-{number}",
         client_key=f"key {number}",
         state=TaskState.PARTIAL,
-        completed_runs=1,
-        total_runs=2,
+        succeeded_samples=1,
+        planned_samples=2,
         message="1/2 runs completed successfully. why",
         metrics={"reward": 0.5},
         payloads=payloads,
@@ -39,7 +39,7 @@ REPLY = CollectReply(
     results=(result(0, b"first", b"second"), result(1, b"third")),
     unfinished=(
         UnfinishedTask(
-            task_id="s-2", client_key="", completed_runs=0, total_runs=2, is_stopped=True, reason="too long"
+            task_id="s-2", client_key="", succeeded_samples=0, planned_samples=2, is_stopped=True, reason="too long"
         ),
     ),
     is_timed_out=True,
@@ -61,45 +61,45 @@ RUNNER = RunnerView(
 
 
 async def test_a_set_arrives_whole_and_is_acknowledged(client: SchedulerClient, served: Served) -> None:
-    served.engine.collected = REPLY
+    served.engine.results.collected = REPLY
     reply = await client.collect(
         7, min_num=2, max_num=5, timeout_seconds=10, clear_unfinished=False, include_partial=True
     )
     assert reply == REPLY
-    (asked,) = served.engine.collects
+    (asked,) = served.engine.results.collects
     assert (asked.batch_id, asked.min_num, asked.max_num) == (7, 2, 5)
     assert (asked.clear_unfinished, asked.include_partial, asked.with_payloads) == (False, True, True)
     assert 9 < asked.timeout_seconds <= 10
-    assert served.engine.acknowledged_results == [("default", asked.request_id)]
+    assert served.engine.results.acknowledged == [("default", asked.request_id)]
 
 
 async def test_what_is_not_to_be_acknowledged_is_not(client: SchedulerClient, served: Served) -> None:
-    served.engine.collected = REPLY
+    served.engine.results.collected = REPLY
     await client.collect(submission_id="s", request_id="r", acknowledge=False)
-    assert served.engine.acknowledged_results == []
+    assert served.engine.results.acknowledged == []
     await client.ack_results("r")
-    assert served.engine.acknowledged_results == [("default", "r")]
+    assert served.engine.results.acknowledged == [("default", "r")]
 
 
 async def test_a_set_that_is_larger_than_any_message_arrives(served: Served) -> None:
     payloads = [bytes([number]) * 700_000 for number in range(20)]
-    served.engine.collected = CollectReply(submission_id="s", results=(result(0, *payloads),))
+    served.engine.results.collected = CollectReply(submission_id="s", results=(result(0, *payloads),))
     async with SchedulerClient(served.address, max_message_bytes=2 << 20) as client:
         assert (await client.collect(7)).payloads == payloads
 
 
 async def test_a_server_that_stops_is_asked_again_with_the_same_request_id(served: Served) -> None:
-    served.engine.may_answer.clear()
+    served.engine.results.may_answer.clear()
     async with SchedulerClient(served.address) as client:
         waiting = asyncio.create_task(client.collect(7, timeout_seconds=100))
-        await served.engine.until(lambda: bool(served.engine.collects))
+        await served.engine.until(lambda: bool(served.engine.results.collects))
         await served.server.stop()
         second = FakeEngine()
-        second.collected = REPLY
+        second.results.collected = REPLY
         restarted = await serve(second, listen=served.address)
         assert await waiting == REPLY
-        assert [asked.request_id for asked in second.collects] == [served.engine.collects[0].request_id]
-        assert second.acknowledged_results == [("default", second.collects[0].request_id)]
+        assert [asked.request_id for asked in second.results.collects] == [served.engine.results.collects[0].request_id]
+        assert second.results.acknowledged == [("default", second.results.collects[0].request_id)]
         await restarted.server.stop()
 
 
@@ -117,7 +117,7 @@ async def test_each_break_of_a_long_wait_is_waited_for_anew(monkeypatch: pytest.
                 self._broken_since -= 3_600
             return await super().wait(until)
 
-    class BreakingEngine(FakeEngine):
+    class BreakingResults(FakeResults):
         async def collect(self, request: CollectRequest) -> CollectReply:
             reply = await super().collect(request)
             if len(self.collects) > 3:
@@ -126,33 +126,34 @@ async def test_each_break_of_a_long_wait_is_waited_for_anew(monkeypatch: pytest.
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "broken off")
 
     monkeypatch.setattr(_collecting, "Backoff", HoursApart)
-    engine = BreakingEngine()
-    engine.collected = REPLY
-    engine.may_answer.clear()
+    engine = FakeEngine()
+    engine.results = BreakingResults(engine)
+    engine.results.collected = REPLY
+    engine.results.may_answer.clear()
     served = await serve(engine)
     async with SchedulerClient(served.address, reconnect_seconds=30.0) as client, asyncio.timeout(10):
         waiting = asyncio.create_task(client.collect(7))
         for _ in range(4):
             await connected.wait()
             connected.clear()
-            engine.may_answer.set()
+            engine.results.may_answer.set()
         assert await waiting == REPLY
-    assert len({asked.request_id for asked in engine.collects}) == 1
+    assert len({asked.request_id for asked in engine.results.collects}) == 1
     await served.server.stop()
 
 
 async def test_a_client_that_has_no_patience_is_told_that_the_server_stops(served: Served) -> None:
-    served.engine.may_answer.clear()
+    served.engine.results.may_answer.clear()
     async with SchedulerClient(served.address, reconnect_seconds=0.0) as client:
         waiting = asyncio.create_task(client.collect(7))
-        await served.engine.until(lambda: bool(served.engine.collects))
+        await served.engine.until(lambda: bool(served.engine.results.collects))
         await served.server.stop()
         with pytest.raises(ServerError, match="the server is stopping: collect again"):
             await waiting
 
 
 async def test_the_calls_by_the_seeds_names(client: SchedulerClient, served: Served) -> None:
-    served.engine.collected = REPLY
+    served.engine.results.collected = REPLY
     submission = await client.schedule(tasks(2), 7)
     assert submission is not None
     assert served.engine.submits[0].delivery is Delivery.COLLECT
@@ -163,10 +164,10 @@ async def test_the_calls_by_the_seeds_names(client: SchedulerClient, served: Ser
         [b"first", b"second", b"third"],
     )
     assert await client.get_statuses(7) == list(REPLY.results)
-    assert [asked.with_payloads for asked in served.engine.collects] == [True, False]
+    assert [asked.with_payloads for asked in served.engine.results.collects] == [True, False]
     assert await client.drain_batch_payload_results(7) == (list(REPLY.results), REPLY.payloads)
     await client.discard_completed_results(7)
-    assert served.engine.discarded == [SubmissionSelector(batch_id=7)]
+    assert served.engine.results.discarded == [SubmissionSelector(batch_id=7)]
     await client.abort_batch(7, return_partial_tasks=True)
     (abort,) = served.engine.aborts
     assert (abort.keep_partial, abort.restart_runners, abort.wait) == (True, True, True)
@@ -199,11 +200,11 @@ async def test_a_fault_of_a_request_is_told_before_it_is_sent(client: SchedulerC
         await client.collect(7, submission_id="s")
     with pytest.raises(InvalidArgumentError, match="timeout_seconds"):
         await client.collect(7, timeout_seconds=float("nan"))
-    assert served.engine.collects == []
+    assert served.engine.results.collects == []
 
 
 async def test_the_blocking_twin_has_them_too(served: Served) -> None:
-    served.engine.collected = REPLY
+    served.engine.results.collected = REPLY
     served.engine.runners = [RUNNER]
 
     def trainer() -> tuple[object, ...]:

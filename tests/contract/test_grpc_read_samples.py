@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
 from py_scheduler.app import Parts, build, running
@@ -16,6 +15,7 @@ from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, N
 from py_scheduler.rollout.store import RolloutStore
 from tests.contract.conftest import serve
 from tests.support.fake_engine import FakeEngine
+from tests.support.rows import write_lines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -47,7 +47,7 @@ repeat_times = 3
 async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
     """A server that trains on iteration 0 again; the middle sample of each group does not survive its filter."""
     rows = [{"prompt": f"row {number}", "scores": [1.0, 0.0, 1.0]} for number in range(4)]
-    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    write_lines(tmp_path / "rows.jsonl", rows)
     built = build(parse_config(CONFIG), tmp_path)
     async with running(built):
         yield built

@@ -34,7 +34,9 @@ from py_scheduler.errors import (
 from tests.contract.conftest import serve
 from tests.support.fake_engine import FakeEngine
 from tests.support.grpc_calls import failure_of, violations_of
+from tests.support.rows import write_lines
 from tests.support.step_handlers import Held
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
@@ -68,7 +70,7 @@ async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
     """A whole server whose handlers wait for the gate, with four rows to roll out."""
     Held.close_gate()
     rows = [{"prompt": f"row {number}"} for number in range(4)]
-    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    write_lines(tmp_path / "rows.jsonl", rows)
     built = build(parse_config(CONFIG), tmp_path)
     async with running(built):
         yield built
@@ -214,11 +216,12 @@ async def test_a_step_may_be_cancelled_with_its_last_follower(parts: Parts, clie
     assert Held.inside == 3, "somebody still follows"
     last = client.step_frames(request)
     await anext(last)
+    (step,) = parts.desk._steps.values()
     await staying.aclose()
+    await eventually(lambda: step.followers == 1)  # The server hears of two that leave in whatever order.
     assert Held.inside == 3, "who left did not ask for it"
     await last.aclose()
     async with asyncio.timeout(5):
-        (step,) = parts.desk._steps.values()
         await step.over.wait()
     assert Held.inside == 0
     assert parts.scheduler.submission(SubmissionSelector(batch_id=0)).open_tasks == 0

@@ -33,6 +33,7 @@ from tests.support.fake_clock import FakeClock
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import running_engine
 from tests.support.leases import GPU, gpu_pool
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -73,13 +74,6 @@ async def leasing(*gpus: int, clock: Clock | None = None) -> AsyncIterator[Leasi
 
 def client_of(server: Leasing, **settings: Any) -> PlacementClient:
     return PlacementClient.connect(server.address, reconnect_seconds=0.0, **settings)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what calls bring about on the other end of a channel; fails after some seconds."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 -- nothing tells of it
-            await asyncio.sleep(0)
 
 
 # Calls
@@ -197,7 +191,7 @@ async def test_room_of_a_client_that_vanished_returns_after_its_ttl() -> None:
         async with client_of(server) as client:
             await client.acquire(GPU, 2, ttl_seconds=30)
         waiting = asyncio.create_task(survivor.acquire(GPU, 2))
-        await until(lambda: bool(server.engine.leases._pending))
+        await eventually(lambda: bool(server.engine.leases._pending))
         await clock.advance(29)
         assert (server.free, waiting.done()) == (0, False)
         await clock.advance(1)
@@ -211,10 +205,10 @@ async def test_a_client_that_vanished_while_it_waited_is_dropped_after_its_ttl()
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(client_of(server))
             waiting = asyncio.create_task(client.acquire(GPU, request_id="a", ttl_seconds=30))
-            await until(lambda: bool(server.engine.leases._pending))
+            await eventually(lambda: bool(server.engine.leases._pending))
         (claim,) = server.engine.leases._pending
         await asyncio.wait([waiting])
-        await until(lambda: not claim.waiters)
+        await eventually(lambda: not claim.waiters)
         await clock.advance(30)
         assert claim.state is LeaseState.ENDED
         await survivor.release(held)
@@ -244,7 +238,7 @@ async def test_it_renews_in_the_background() -> None:
             (claim,) = server.engine.leases._claims.values()
             for _ in range(3):
                 clock.now += 0.5
-                await until(lambda: claim.expires_at == clock.now + 0.6)
+                await eventually(lambda: claim.expires_at == clock.now + 0.6)
                 assert server.free == 0
         assert server.free == 1
 
@@ -295,7 +289,7 @@ async def test_a_closed_client_loses_its_lease() -> None:
 async def test_a_cancelled_owner_gives_back_and_stays_cancelled() -> None:
     async with leasing(1) as server, client_of(server) as client:
         owner = asyncio.create_task(own(client, lambda: asyncio.sleep(0)))
-        await until(lambda: server.free == 0)
+        await eventually(lambda: server.free == 0)
         await asyncio.sleep(0.05)
         owner.cancel()
         await asyncio.wait([owner])
@@ -311,7 +305,7 @@ async def test_waiting_for_a_block_ends_with_its_time_and_leaves_no_claim() -> N
                     pass
             assert not server.engine.leases._pending
             waiting = asyncio.create_task(client.lease(GPU).__aenter__())
-            await until(lambda: bool(server.engine.leases._pending))
+            await eventually(lambda: bool(server.engine.leases._pending))
             waiting.cancel()
             await asyncio.wait([waiting])
             assert not server.engine.leases._pending

@@ -120,12 +120,12 @@ async def test_a_discard_sent_again_leaves_what_came_since(tmp_path: Path, betwe
         harness = await runs.start()
         await schedule(harness.engine, [task_of(task_type="quick")], 1)
         await until_collectable(harness.engine, 1)
-        await harness.engine.discard_submission(SubmissionSelector(batch_id=1), "discard")
+        await harness.engine.results.discard(SubmissionSelector(batch_id=1), "discard")
         assert not view(harness.engine, 1).collectable_tasks
         await schedule(harness.engine, [task_of(task_type="quick") for _ in range(2)], 1)
         await until_collectable(harness.engine, 2)
         harness = await runs.after(between)
-        await harness.engine.discard_submission(SubmissionSelector(batch_id=1), "discard")
+        await harness.engine.results.discard(SubmissionSelector(batch_id=1), "discard")
         assert len((await collect(harness.engine, 1)).results) == 2
 
 

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
 from py_scheduler.rollout.iteration_summary import read_summary
 from py_scheduler.rollout.loop_state import LoopState, read_loop_state
 from py_scheduler.rollout.store import read_samples
+from tests.support.rows import write_lines
 from tests.support.scripted_sglang import ScriptedSglang
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Loop:
 def config_in(folder: Path, gate: Path) -> Path:
     config = CONFIG.format(gate=gate)
     for name, rows in ROWS.items():
-        (folder / f"{name}.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+        write_lines(folder / f"{name}.jsonl", rows)
         is_training = name in ("sums", "words")
         config += TABLE.format(
             kind="dataset" if is_training else "eval_dataset", name=name, shuffle=str(is_training).lower()

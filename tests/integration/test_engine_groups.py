@@ -1,4 +1,4 @@
-"""Groups that are scored as a whole, and samples that are rolled out again: on the real engine."""
+"""Groups that are scored as a whole: on the real engine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.explanations import TaskPhase
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.resources import Resource
-from py_scheduler.domain.results import AgentResult, AttemptState, Outcome, Reward, SampleDone, TaskState
-from py_scheduler.domain.task import RetryPolicy
-from py_scheduler.errors import SandboxError
+from py_scheduler.domain.results import AgentResult, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.execution.runner import InlineRunner
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.integration.test_restore import SurvivingJournal
 from tests.support.fake_clock import FakeClock, settle
-from tests.support.handlers import ScriptedAgent, SolvingAgent, StubbornAgent, gpu_spec, raises, spec_of, two_nodes
+from tests.support.handlers import SolvingAgent, gpu_spec, raises, spec_of, two_nodes
 from tests.support.harness import running_engine, samples_in, task_of
+from tests.support.ranking import RankingAgent, one_done
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,41 +31,11 @@ if TYPE_CHECKING:
     from tests.support.harness import Harness
 
 
-class RankingAgent(ScriptedAgent):
-    """Gives each sample of a group its rank; waits at the gate before it does. Reward order is that of sample_no."""
-
-    def __init__(self, *, is_open: bool = True, **behaviours: Any) -> None:
-        super().__init__(**behaviours)
-        self.gate = asyncio.Event()
-        self.asked: list[tuple[str, list[int]]] = []
-        self.outcomes: list[list[Outcome]] = []
-        self.cancelled = 0
-        self.more = asyncio.Event()
-        if is_open:
-            self.gate.set()
-
-    async def eval_group(self, task: Task, samples: Sequence[SampleDone]) -> Sequence[Reward]:
-        self.asked.append((task.prompt, [sample.sample_no for sample in samples]))
-        self.more.set()
-        self.outcomes.append([sample.outcome for sample in samples])
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        return [Reward(score=sample.sample_no / len(samples), details={"of": len(samples)}) for sample in samples]
-
-
 async def until_asked(agent: RankingAgent, count: int = 1) -> None:
     async with asyncio.timeout(10):
         while len(agent.asked) < count:
             agent.more.clear()
             await agent.more.wait()
-
-
-async def one_done(harness: Harness, reply: Any) -> TaskDone:
-    (done,) = (await harness.done(reply)).values()
-    return done
 
 
 async def test_a_group_is_scored_once_after_its_last_sample_and_holds_no_room() -> None:
@@ -369,63 +338,3 @@ async def test_the_eval_timeout_of_a_group_counts_from_its_runner_on() -> None:
         assert harness.engine.submission(harness.selector(reply)).open_tasks == 1
         await clock.advance(2)
         assert "eval_timeout_seconds (20)" in (await one_done(harness, reply)).reason
-
-
-# Refills
-
-
-async def test_a_sample_that_the_infrastructure_failed_is_rolled_out_again_and_its_siblings_are_not() -> None:
-    begun: list[tuple[int, int]] = []
-
-    async def third_is_unlucky(episode: Episode) -> AgentResult:
-        begun.append((episode.sample.sample_no, episode.attempt_no))
-        if episode.sample.sample_no == 2 and episode.attempt_no < 3:
-            raise SandboxError("no sandbox could be made")
-        return AgentResult()
-
-    agent = RankingAgent(unlucky=third_is_unlucky)
-    async with running_engine(spec_of(agent)) as harness:
-        reply = await harness.submit([task_of("unlucky", repeat_times=4, retry=RetryPolicy(max_infra_refills=2))])
-        records = await harness.records_until_done(reply)
-    assert sorted(begun) == [(0, 1), (1, 1), (2, 1), (2, 2), (2, 3), (3, 1)]
-    refilled = [r.event for r in records if isinstance(r.event, AttemptEnded) and r.event.next_attempt_no]
-    assert [(e.state, e.samples, e.is_refill) for e in refilled] == [(AttemptState.FAILED, (), True)] * 2
-    assert sorted(sample.sample_no for sample in samples_in(records)) == [0, 1, 2, 3]
-    assert agent.asked == [("unlucky", [0, 1, 2, 3])], "a refill keeps the task open"
-
-
-async def test_refills_are_counted_across_a_restart() -> None:
-    attempts: list[int] = []
-
-    async def is_down(episode: Episode) -> AgentResult:
-        attempts.append(episode.attempt_no)
-        raise ConnectionRefusedError("down")
-
-    async def hangs_on_retry(episode: Episode) -> AgentResult:
-        if episode.attempt_no == 1:
-            raise ConnectionRefusedError("down")
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    journal = SurvivingJournal()
-    retry = RetryPolicy(max_infra_refills=2)
-    async with running_engine(spec_of(ScriptedAgent(down=hangs_on_retry)), journal=journal) as harness:
-        reply = await harness.submit([task_of("down", retry=retry)])
-        await harness.until_started(reply, 2)
-    async with running_engine(spec_of(ScriptedAgent(down=is_down)), journal=journal) as harness:
-        done = await one_done(harness, reply)
-    assert attempts == [3, 4], "attempt 1 was refilled, 2 ended with its server, 3 was refilled"
-    assert done.outcomes == {Outcome.INFRA_CONN: 1}
-
-
-async def test_a_stranded_attempt_is_never_refilled() -> None:
-    clock, agent = FakeClock(), StubbornAgent()
-    settings = EngineSettings(stop_grace_seconds=1.0)
-    async with running_engine(spec_of(agent, run_timeout_seconds=10.0), clock=clock, settings=settings) as harness:
-        reply = await harness.submit([task_of("stubborn", retry=RetryPolicy(max_infra_refills=9))])
-        await agent.started.wait()
-        await clock.advance(20)
-        assert (await one_done(harness, reply)).state is TaskState.FAILED
-        agent.free.set()
-        await settle()
-    assert agent.begun == {"stubborn": 1}

@@ -84,7 +84,7 @@ async def test_a_restart_gives_results_with_all_tokens_and_payloads(tmp_path: Pa
             assert [sample.trajectory.token_ids.tolist() for sample in result.samples] == [[1, 2, 3], [1, 2, 4]]
             assert b"".join(result.payloads) == f"{prompt} 0;{prompt} 1;".encode()
             assert result.ok
-        await harness.engine.ack_results("default", "told")
+        await harness.engine.results.acknowledge("default", "told")
         assert harness.engine.ledger.results.kept_bytes == 0
         assert harness.engine.history.completed_steps == 1
         await leave(harness, between)
@@ -171,7 +171,7 @@ async def test_the_room_of_results_comes_back_when_they_are_acknowledged(tmp_pat
         await harness.engine._checkpoints.take()
         await harness.done(await harness.submit([task_of()], "wakes the journal"))
         assert await stored(tmp_path, lambda size: size > 20 << 20)
-        await harness.engine.ack_results("default", "told")
+        await harness.engine.results.acknowledge("default", "told")
         assert await stored(tmp_path, lambda size: size < 1 << 20)
 
 

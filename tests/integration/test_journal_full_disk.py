@@ -16,11 +16,11 @@ from py_scheduler.adapters._journal_retention import JournalLimits
 from py_scheduler.adapters.sqlite_journal import SqliteJournal
 from py_scheduler.domain.requests import EventFilter
 from py_scheduler.errors import ResourceExhaustedError
-from tests.support.children import until
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
 from tests.support.journals import done, ended, open_journal
 from tests.support.served_process import ROOT
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,8 +111,8 @@ async def test_what_was_acknowledged_makes_room_on_a_disk_that_stays_full(tmp_pa
             oldest = harness.engine.oldest_sequence
             harness.engine.acknowledge(EventFilter(), harness.engine.last_sequence)
             await until_writable(harness)
-            await until(lambda: harness.engine.oldest_sequence > oldest)
-            await until((disk / "state/ballast").exists)  # It is laid again for the next time.
+            await eventually(lambda: harness.engine.oldest_sequence > oldest, pause_seconds=0.01)
+            await eventually((disk / "state/ballast").exists, pause_seconds=0.01)  # It is laid again for the next time.
             last = await harness.submit([task_of("last")], batch_id="last")
             assert len(await harness.done(last)) == 1
 

@@ -17,7 +17,7 @@ from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings
 from py_scheduler.app import make_sandbox
 from py_scheduler.domain.sandbox import PYTHON
 from py_scheduler.errors import ConfigError, SandboxError
-from tests.support.sandboxes import SETTINGS, needs_sandbox, python_in, sandbox_without_namespaces
+from tests.support.sandboxes import SETTINGS, needs_sandbox, python_in
 
 if TYPE_CHECKING:
     from tests.support.sandboxes import Run
@@ -31,16 +31,6 @@ pytestmark = needs_sandbox
 @pytest.fixture(scope="module")
 def sandbox() -> ProcessSandbox:
     return ProcessSandbox(SETTINGS)
-
-
-@pytest.fixture
-def run(sandbox: ProcessSandbox, tmp_path: Path) -> Run:
-    return python_in(sandbox, tmp_path)
-
-
-@pytest.fixture
-def without_namespaces(tmp_path: Path) -> Run:
-    return python_in(sandbox_without_namespaces(), tmp_path)
 
 
 # Results

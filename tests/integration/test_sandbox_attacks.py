@@ -16,22 +16,12 @@ from py_scheduler.adapters import _sandbox_child
 from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings
 from py_scheduler.app import make_sandbox
 from py_scheduler.errors import ConfigError, SandboxError
-from tests.support.sandboxes import SETTINGS, needs_sandbox, python_in, sandbox_without_namespaces
+from tests.support.sandboxes import needs_sandbox, python_in
 
 if TYPE_CHECKING:
     from tests.support.sandboxes import Run
 
 pytestmark = needs_sandbox
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return python_in(ProcessSandbox(SETTINGS), tmp_path)
-
-
-@pytest.fixture
-def without_namespaces(tmp_path: Path) -> Run:
-    return python_in(sandbox_without_namespaces(), tmp_path)
 
 
 # Against init and the supervisor

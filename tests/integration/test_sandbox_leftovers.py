@@ -11,25 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters.sandbox import ProcessSandbox
 from tests.support.processes import Marker, wait_until_ended
-from tests.support.sandboxes import SETTINGS, needs_sandbox, python_in, sandbox_without_namespaces
+from tests.support.sandboxes import needs_sandbox
 
 if TYPE_CHECKING:
     from tests.support.sandboxes import Run
 
 ROOT = Path(__file__).parents[2]
 pytestmark = needs_sandbox
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return python_in(ProcessSandbox(SETTINGS), tmp_path)
-
-
-@pytest.fixture
-def without_namespaces(tmp_path: Path) -> Run:
-    return python_in(sandbox_without_namespaces(), tmp_path)
 
 
 DOUBLE_FORK = """

@@ -20,6 +20,7 @@ from py_scheduler.domain.steps import StepKind, StepReport, StepRequest
 from py_scheduler.errors import CursorExpiredError, FailedPreconditionError, ServerError
 from py_scheduler.rollout.iteration_summary import read_summary
 from py_scheduler.rollout.store import read_samples
+from tests.support.rows import write_lines
 from tests.support.served_process import served_process
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def write(folder: Path, config: str = CONFIG) -> Path:
         ("eval_dataset", "short", SHORT),
         ("eval_dataset", "long", LONG),
     ):
-        (folder / f"{name}.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+        write_lines(folder / f"{name}.jsonl", rows)
         config += TABLE.format(kind=kind, name=name)
     path = folder / "scheduler.toml"
     path.write_text(config)

@@ -52,8 +52,12 @@ class OddAgent(BaseAgent):
             os._exit(7)
         if fault == "hangs":
             time.sleep(3600)
-        if fault.startswith("until:") and not Path(fault.removeprefix("until:")).exists():
-            raise ValueError("not yet")
+        if fault.startswith("until:"):
+            there = Path(fault.removeprefix("until:"))
+            if there.with_suffix(".kills").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not there.exists():
+                raise ValueError("not yet")
 
     async def run(self, episode: Episode) -> AgentResult:
         name, *words = episode.sample.task.prompt.split()
@@ -280,6 +284,14 @@ class ChattingChild(OddAgent):
 
 class RayAgent(OddAgent):
     """Knows which node of the Ray cluster it is on."""
+
+    async def do_return_when_let(self, episode: Episode, pipe: str, *leaves: str) -> AgentResult:
+        """Each attempt blocks until its own file is there."""
+        tell(pipe)
+        while not Path(leaves[episode.attempt_no - 1]).exists():
+            time.sleep(0.01)
+        said = f"attempt {episode.attempt_no}"
+        return AgentResult(termination_reason=said, reward_inputs={"odd": object()}, payload=said.encode())
 
     async def do_wait_first(self, episode: Episode, pipe: str) -> None:
         if episode.attempt_no == 1:

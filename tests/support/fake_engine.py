@@ -29,6 +29,7 @@ from py_scheduler.domain.requests import (
 )
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
 from py_scheduler.errors import CursorExpiredError, NotFoundError
+from py_scheduler.scheduler.bell import Bell
 from py_scheduler.scheduler.event_log import KIND_OF_EVENT
 
 if TYPE_CHECKING:
@@ -40,10 +41,41 @@ if TYPE_CHECKING:
     from py_scheduler.domain.runners import RunnerView
 
 
+class FakeResults:
+    """The results of a `FakeEngine`. may_answer: what collects wait for."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self.collects: list[CollectRequest] = []
+        self.collected = CollectReply()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.acknowledged: list[tuple[str, str]] = []
+        self.discarded: list[SubmissionSelector] = []
+
+    async def collect(self, request: CollectRequest) -> CollectReply:
+        self._engine.maybe_fail()
+        self.collects.append(request)
+        self._engine.changed()
+        await self.may_answer.wait()
+        return self.collected
+
+    async def drain(self, request: CollectRequest) -> CollectReply:
+        return await self.collect(request)
+
+    async def acknowledge(self, namespace: str, request_id: str) -> None:
+        self._engine.maybe_fail()
+        self.acknowledged.append((namespace, request_id))
+
+    async def discard(self, selector: SubmissionSelector, request_id: str = "") -> None:
+        self._engine.maybe_fail()
+        self.discarded.append(selector)
+
+
 class FakeEngine:
     """Implements `api.engine_port.EnginePort`. `fail_with` is raised by the next calls until it is None again.
 
-    finish_at_once: a submitted task is done before its submit returns. may_answer: what collects wait for.
+    finish_at_once: a submitted task is done before its submit returns.
     """
 
     leases: PlacementPort
@@ -57,12 +89,7 @@ class FakeEngine:
         self.submits: list[SubmitRequest] = []
         self.aborts: list[AbortRequest] = []
         self.acknowledged: list[tuple[EventFilter, int]] = []
-        self.collects: list[CollectRequest] = []
-        self.collected = CollectReply()
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.acknowledged_results: list[tuple[str, str]] = []
-        self.discarded: list[SubmissionSelector] = []
+        self.results = FakeResults(self)
         self.runners: list[RunnerView] = []
         self.fail_with: BaseException | None = None
         self.still_stopping: tuple[str, ...] = ()
@@ -73,7 +100,7 @@ class FakeEngine:
         self.can_record = True
         self.can_lease = True
         self.can_generate = True
-        self._pulse = asyncio.Event()
+        self._pulse = Bell()
         self._finish_at_once = finish_at_once
         self._replies: dict[str, SubmitReply] = {}
         self._tasks: dict[str, int] = {}
@@ -87,18 +114,17 @@ class FakeEngine:
     async def happen(self, *events: JournalledEvent, namespace: str = "default") -> None:
         for event in events:
             self.records.append(EventRecord(len(self.records) + 1, namespace, event))
-        self._changed()
+        self.changed()
         await asyncio.sleep(0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for something that calls bring about; fails after some seconds."""
         async with asyncio.timeout(10):
             while not condition():
-                await self._pulse.wait()
+                await self._pulse.next_ring().wait()
 
-    def _changed(self) -> None:
-        pulse, self._pulse = self._pulse, asyncio.Event()
-        pulse.set()
+    def changed(self) -> None:
+        self._pulse.ring()
 
     async def finish(self, *task_ids: str, sample: SampleDone | None = None) -> None:
         """Lets tasks of one sample start, end and be done."""
@@ -108,7 +134,7 @@ class FakeEngine:
     # The port
 
     async def submit(self, request: SubmitRequest) -> SubmitReply:
-        self._maybe_fail()
+        self.maybe_fail()
         self.submits.append(request)
         if request.request_id in self._replies:
             return self._replies[request.request_id]
@@ -140,55 +166,37 @@ class FakeEngine:
         return reply
 
     async def abort(self, request: AbortRequest) -> AbortReply:
-        self._maybe_fail()
+        self.maybe_fail()
         self.aborts.append(request)
         if request.wait and self.still_stopping:
             await asyncio.sleep(request.timeout_seconds or 0)
         return AbortReply(aborted_tasks=len(request.task_ids), still_stopping=self.still_stopping)
 
-    async def collect(self, request: CollectRequest) -> CollectReply:
-        self._maybe_fail()
-        self.collects.append(request)
-        self._changed()
-        await self.may_answer.wait()
-        return self.collected
-
-    async def drain_submission(self, request: CollectRequest) -> CollectReply:
-        return await self.collect(request)
-
-    async def ack_results(self, namespace: str, request_id: str) -> None:
-        self._maybe_fail()
-        self.acknowledged_results.append((namespace, request_id))
-
-    async def discard_submission(self, selector: SubmissionSelector, request_id: str = "") -> None:
-        self._maybe_fail()
-        self.discarded.append(selector)
-
     def runner_views(self) -> list[RunnerView]:
-        self._maybe_fail()
+        self.maybe_fail()
         return self.runners
 
     def acknowledge(self, event_filter: EventFilter, through_sequence: int) -> int:
-        self._maybe_fail()
+        self.maybe_fail()
         self.acknowledged.append((event_filter, through_sequence))
         return self.oldest_sequence
 
     def submission(self, selector: SubmissionSelector) -> SubmissionView:
-        self._maybe_fail()
+        self.maybe_fail()
         if self.view is None:
             raise NotFoundError(f"no submission {selector.submission_id or selector.batch_id!r}")
         return self.view
 
     async def resume_training(self, namespace: str) -> int:
-        self._maybe_fail()
+        self.maybe_fail()
         return 0
 
     def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
-        self._maybe_fail()
+        self.maybe_fail()
         raise NotFoundError(f"no task {task_id!r}")
 
     async def watch(self, event_filter: EventFilter, after_sequence: int | None) -> AsyncIterator[EventFrame]:
-        self._maybe_fail()
+        self.maybe_fail()
         after = self.oldest_sequence - 1 if after_sequence is None else after_sequence
         if after + 1 < self.oldest_sequence:
             raise CursorExpiredError("compacted", self.oldest_sequence)
@@ -200,18 +208,18 @@ class FakeEngine:
                 yield EventFrame(after_sequence=after, through_sequence=through, records=records)
                 after = through
                 while self.last_sequence == through:
-                    await self._pulse.wait()
+                    await self._pulse.next_ring().wait()
         finally:
             self.open_watches -= 1
-            self._changed()
+            self.changed()
 
     async def server_info(self, version: str) -> ServerInfo:
-        self._maybe_fail()
+        self.maybe_fail()
         return ServerInfo(
             version=version, evaluators=self.info.evaluators, engines=self.info.engines, nodes=self.info.nodes
         )
 
-    def _maybe_fail(self) -> None:
+    def maybe_fail(self) -> None:
         if self.fail_with is not None:
             raise self.fail_with
 

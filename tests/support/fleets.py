@@ -10,12 +10,12 @@ from py_scheduler.adapters._fleet_settings import FleetSettings
 from py_scheduler.adapters._http import RetrySettings
 from py_scheduler.adapters.sglang import SglangSettings
 from py_scheduler.adapters.sglang_fleet import SglangFleet
-from py_scheduler.domain.generation import GenerationRequest, SamplingParams
+from py_scheduler.domain.generation import Generation, GenerationRequest, SamplingParams
 from tests.support.fake_clock import FakeClock
-from tests.support.scripted_sglang import ScriptedSglang
+from tests.support.scripted_sglang import Script, ScriptedSglang
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
 QUICK = SglangSettings(
     retry=RetrySettings(base_seconds=0.001, max_seconds=0.002), abort_grace_seconds=0.3, stream_interval=1
@@ -57,8 +57,18 @@ def request(rid: str = "r", *, session_id: str = "", prompt: int = 3, max_new_to
     )
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Gives the loop turns until answers on their way have arrived."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - nothing tells when a fleet has read an answer
-            await asyncio.sleep(0)
+def up(fleet: SglangFleet) -> list[bool]:
+    """Each of its endpoints."""
+    return [endpoint.is_up for endpoint in fleet._endpoints]
+
+
+def start(fleet: SglangFleet, rids: list[str]) -> list[asyncio.Task[Generation]]:
+    """A generation for each id, under way."""
+    return [asyncio.create_task(fleet.generate(request(rid))) for rid in rids]
+
+
+def holding(server: ScriptedSglang, count: int) -> asyncio.Event:
+    """The next generations of the server wait for the event."""
+    gate = asyncio.Event()
+    server.scripts.extend(Script(gate=gate) for _ in range(count))
+    return gate

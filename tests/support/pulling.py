@@ -61,15 +61,15 @@ class InProcess:
 
     async def collect(self, batch_id: BatchId, *, acknowledge: bool = True, **wishes: Any) -> CollectReply:
         request_id = wishes.pop("request_id", None) or uuid.uuid4().hex
-        reply = await self._engine.collect(CollectRequest(request_id=request_id, batch_id=batch_id, **wishes))
+        reply = await self._engine.results.collect(CollectRequest(request_id=request_id, batch_id=batch_id, **wishes))
         if acknowledge:
-            await self._engine.ack_results(DEFAULT_NAMESPACE, request_id)
+            await self._engine.results.acknowledge(DEFAULT_NAMESPACE, request_id)
         return reply
 
     async def drain(self, batch_id: BatchId) -> CollectReply:
         request = CollectRequest(request_id=uuid.uuid4().hex, batch_id=batch_id)
-        reply = await self._engine.drain_submission(request)
-        await self._engine.ack_results(DEFAULT_NAMESPACE, request.request_id)
+        reply = await self._engine.results.drain(request)
+        await self._engine.results.acknowledge(DEFAULT_NAMESPACE, request.request_id)
         return reply
 
     async def abort_batch(self, batch_id: BatchId, *, return_partial_tasks: bool) -> None:
@@ -83,7 +83,7 @@ class InProcess:
             return False
 
     async def discard(self, batch_id: BatchId) -> None:
-        await self._engine.discard_submission(SubmissionSelector(batch_id=batch_id))
+        await self._engine.results.discard(SubmissionSelector(batch_id=batch_id))
 
     async def starts(self, count: int) -> list[AttemptStarted]:
         found: list[AttemptStarted] = []

@@ -1,98 +1,28 @@
-"""The command: a whole server in a process of its own, its start, its faults and its stop."""
+"""The command: servers in processes of their own, and what the other commands do with them."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from py_scheduler.api.bearer_tokens import BearerTokens
-from py_scheduler.app import build
-from py_scheduler.cli import _parser, main
+from py_scheduler.cli import main, parsers
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
 from py_scheduler.commands.token import new_token
-from py_scheduler.config import parse_config
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import Outcome, SampleDone
 from py_scheduler.domain.task import Task, TaskConfig
-from py_scheduler.errors import ConfigError, FailedPreconditionError, ServerError, UnauthenticatedError
+from py_scheduler.errors import UnauthenticatedError
+from tests.support.command import EVALUATOR, ROOT, SERVER, config_file, echo
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ROOT = Path(__file__).parents[2]
-EVALUATOR = """
-[[evaluator]]
-evaluator_id = "echo"
-handler = "tests.support.app_handlers:Echo"
-resource = { concurrency = 8 }
-"""
-SERVER = '[server]\nlisten = "127.0.0.1:0"\n'
-
-
-def config_file(folder: Path, text: str) -> Path:
-    path = folder / "scheduler.toml"
-    path.write_text(text)
-    return path
-
-
-class Command:
-    """`py-scheduler` in a process of its own."""
-
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "py_scheduler.cli", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        )
-
-    def address(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        match = re.fullmatch(r"listening on (\S+)\n", line)
-        if match is None:
-            pytest.fail(f"{line!r} {self.end()}")
-        return match[1]
-
-    def end(self) -> tuple[int, str]:
-        _, stderr = self.process.communicate(timeout=40)
-        return self.process.returncode, stderr
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Any]:
-    running: list[Command] = []
-
-    def start(text: str, *flags: str, **environment: str) -> Command:
-        command = Command("serve", "--config", str(config_file(tmp_path, text)), *flags, **environment)
-        running.append(command)
-        return command
-
-    yield start
-    for command in running:
-        if command.process.poll() is None:
-            command.process.kill()
-        command.process.communicate()
-
-
-def echo(count: int, **config: Any) -> list[Task]:
-    return [Task(config=TaskConfig(task_type="echo", **config), prompt=str(number)) for number in range(count)]
-
-
-# Serving
+# With a server
 
 
 def test_a_rollout_through_a_served_process(started: Any) -> None:
@@ -208,176 +138,7 @@ def test_abort_stops_a_submission_or_some_of_its_tasks(started: Any, capsys: pyt
     assert "aborted 4" in capsys.readouterr().out
 
 
-# Faults at the start
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (SERVER + "[[evaluator]]\nhandler = 'a:B'\nlisten = 1", r"evaluator\[0\]"),
-        (
-            EVALUATOR + "[generation.student]\nkind = 'oracle'",
-            'generation.student.kind: .*must be "embedded", "sglang" or "with_examples"',
-        ),
-        (EVALUATOR + "[generation.student]\nkind = 'sglang'", "generation.student.base_url: is missing"),
-        (
-            EVALUATOR + "[generation.student]\nkind = 'sglang'\nbase_url = 'http://127.0.0.1:1'\nslots = 3",
-            "generation.student.slots: unknown key",
-        ),
-        (
-            EVALUATOR + "[generation.student]\nkind = 'embedded'\ngguf_path = 'nothing.gguf'",
-            "generation.student.gguf_path: there is no file .*nothing.gguf",
-        ),
-        (EVALUATOR + "[cluster]\nlayout = 'nothing.json'", r"cluster\.layout"),
-        (EVALUATOR + "[cluster.layout]\nn1 = [0, 0]\nn2 = [-1]", r"(?s)cluster\.layout\.n1: .*cluster\.layout\.n2: "),
-        (EVALUATOR.replace("Echo", "Missing"), r"evaluator\[0\]\.handler: module tests.* has no class Missing"),
-        (EVALUATOR.replace("tests.support", "nowhere"), r"evaluator\[0\]\.handler: .*PYTHONPATH"),
-        (EVALUATOR.replace("Echo", "NoAgent"), r"evaluator\[0\]\.handler: .*BaseAgent"),
-        (EVALUATOR.replace("Echo", "NOT_A_CLASS"), r"evaluator\[0\]\.handler: .*BaseAgent"),
-        (EVALUATOR.replace("Echo", "Broken"), r"evaluator\[0\]\.handler_args: .*no licence"),
-        (EVALUATOR + "handler_args = { minutes = 1 }", r"evaluator\[0\]\.handler_args: .*minutes"),
-    ],
-)
-def test_a_fault_of_the_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
-    assert main(["serve", "--config", str(config_file(tmp_path, text))]) == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-async def test_faults_of_all_parts_are_told_at_once() -> None:
-    text = (
-        EVALUATOR.replace("Echo", "Missing")
-        + EVALUATOR.replace("Echo", "NoAgent").replace('"echo"', '"b"')
-        + "[cluster.layout]\nn1 = [0, 0]\n[generation.student]\nkind = 'x'\n[generation.teacher]\nkind = 'y'"
-    )
-    with pytest.raises(ConfigError) as caught:
-        build(parse_config(text), Path())
-    assert {violation.field for violation in caught.value.violations} == {
-        "evaluator[0].handler",
-        "evaluator[1].handler",
-        "generation.student.kind",
-        "generation.teacher.kind",
-        "cluster.layout.n1",
-    }
-
-
-def test_a_start_up_error_ends_the_process_with_a_clear_message(started: Any) -> None:
-    first = started(EVALUATOR + SERVER)
-    address = first.address()
-    begin = time.monotonic()
-    second = started(EVALUATOR, f"--listen={address}", "--no-journal")
-    code, stderr = second.end()
-    assert code == 2
-    assert f"\npy-scheduler: server.listen: cannot listen on {address}: the port is taken" in stderr
-    assert "Traceback" not in stderr
-    # Two seconds are the promise; a busy machine needs longer to start Python and import grpc alone.
-    assert time.monotonic() - begin < 10
-
-
-def test_a_host_of_another_machine_is_told_from_a_port_that_is_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = config_file(tmp_path, EVALUATOR + '[server]\nlisten = "203.0.113.7:50051"\ninsecure_remote = true\n')
-    assert main(["serve", "--config", str(file)]) == 2
-    assert "cannot listen on 203.0.113.7:50051: the host is not one of this machine" in capsys.readouterr().err
-
-
-def test_an_sglang_that_is_down_names_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = "[generation.student]\nkind = 'sglang'\nbase_url = 'http://127.0.0.1:1'\n"
-    assert main(["serve", "--config", str(config_file(tmp_path, EVALUATOR + SERVER + engine))]) == 1
-    assert "generation.student.base_url: the engine does not start: http://127.0.0.1:1" in capsys.readouterr().err
-
-
-# The stop
-
-
-async def test_sigterm_lets_running_samples_finish_and_streams_end_with_a_cursor(started: Any, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    command = started(EVALUATOR.replace("Echo", "Gated") + f'handler_args = {{ gate = "{gate}" }}\n' + SERVER)
-    address = await asyncio.to_thread(command.address)
-    async with SchedulerClient.connect(address, reconnect_seconds=0.0) as client:
-        submission = await client.submit(echo(12), 7)
-        frames = client.watch(submission_id=submission.submission_id, cursor=submission.cursor)
-        running = 0
-        while running < 12:  # what has not begun by the signal is aborted
-            running += sum(type(record.event).__name__ == "AttemptStarted" for record in (await anext(frames)).records)
-        command.process.send_signal(signal.SIGTERM)
-        async with grpc.aio.insecure_channel(address) as channel:
-            health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-            while (await health.read()).status != health_pb2.HealthCheckResponse.NOT_SERVING:
-                pass
-            health.cancel()
-        with pytest.raises(FailedPreconditionError, match="shutting down"):
-            await client.submit(echo(1), 8)
-        # The samples hold the server up, however long all of this took.
-        gate.touch()
-        done = []
-        cursor = b""
-        with pytest.raises(ServerError) as caught:  # noqa: PT012 - it ends by raising
-            async for frame in frames:
-                done += [record.event for record in frame.records if isinstance(record.event, TaskDone)]
-                cursor = frame.cursor
-    assert caught.value.code == "UNAVAILABLE"
-    assert cursor
-    assert [event.state for event in done] == ["succeeded"] * 12
-    code, stderr = await asyncio.to_thread(command.end)
-    assert (code, "Traceback" in stderr) == (0, False)
-
-
-@pytest.mark.parametrize(
-    ("handler", "grace", "code", "within"),
-    [("Deaf", 4.5, 0, 9.0), ("Blocking", 0.2, 1, 15.0), ("Unreachable", 0.2, 1, 15.0)],
-)
-@pytest.mark.slow
-async def test_a_handler_that_will_not_end_does_not_keep_the_process(
-    started: Any, tmp_path: Path, handler: str, grace: float, code: int, within: float
-) -> None:
-    """What blocks the loop needs the watchdog; what only ignores its stop gets one grace, and an orderly end."""
-    settings = f"drain_seconds = 0.5\n[scheduler]\nstop_grace_seconds = {grace}\n"
-    command = started(EVALUATOR.replace("Echo", handler) + SERVER + settings)
-    address = await asyncio.to_thread(command.address)
-    async with SchedulerClient.connect(address, reconnect_seconds=0.0) as client:
-        begun = tmp_path / "begun"
-        submitting = asyncio.create_task(
-            client.submit([Task(config=TaskConfig(task_type="echo"), prompt=str(begun))], 7)
-        )
-        if handler != "Deaf":
-            while not begun.exists():  # noqa: ASYNC110 - no event can come from a server whose loop stands still
-                await asyncio.sleep(0.01)
-            # It may stand still before the submit is answered: the handler begins while the journal is written.
-            submitting.cancel()
-        else:
-            submission = await submitting
-            frames = client.watch(submission_id=submission.submission_id, cursor=submission.cursor)
-            async for frame in frames:
-                if any(type(record.event).__name__ == "AttemptStarted" for record in frame.records):
-                    break
-            await frames.aclose()
-    begin = time.monotonic()
-    command.process.send_signal(signal.SIGTERM)
-    ended_with, stderr = await asyncio.to_thread(command.end)
-    assert ended_with == code, stderr
-    assert time.monotonic() - begin < within
-
-
-def test_a_second_signal_ends_at_once(started: Any) -> None:
-    command = started(EVALUATOR.replace("Echo", "Deaf") + SERVER)
-    address = command.address()
-    with BlockingSchedulerClient(address, reconnect_seconds=0.0) as client:
-        submission = client.submit(echo(1), 7)
-        for frame in client.watch(submission_id=submission.submission_id, cursor=submission.cursor):
-            if any(type(record.event).__name__ == "AttemptStarted" for record in frame.records):
-                break
-    command.process.send_signal(signal.SIGINT)
-    assert command.process.stderr is not None
-    while "stopping" not in (line := command.process.stderr.readline()):
-        assert line, "the server ended before it said that it stops"
-    command.process.send_signal(signal.SIGINT)
-    assert command.end()[0] == 130
-
-
-# The rest
+# Without one
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,7 +150,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_option_of_every_command_is_explained() -> None:
-    (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
+    _, commands = parsers()
     assert set(commands) == {
         "serve",
         "status",
@@ -406,6 +167,7 @@ def test_every_option_of_every_command_is_explained() -> None:
         "version",
     }
     for name, command in commands.items():
+        command.load()
         assert command.description
         assert command.epilog
         assert f"py-scheduler {name}" in command.epilog
@@ -414,12 +176,20 @@ def test_every_option_of_every_command_is_explained() -> None:
             assert action.metavar or action.nargs == 0, (name, action.dest)
 
 
+def test_a_command_loads_nothing_that_only_another_one_needs() -> None:
+    code = "import sys; from py_scheduler.cli import main; main(['version']); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    commands = {name for name in loaded.split() if name.startswith("py_scheduler.commands.")}
+    assert commands == {"py_scheduler.commands.version", "py_scheduler.commands.console"}
+    assert not {"grpc", "py_scheduler.app", "py_scheduler.client"} & set(loaded.split())
+
+
 def test_the_model_that_is_ready(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model.gguf"
     model.write_bytes(bytes(2_600_000))
-    monkeypatch.setattr("py_scheduler.adapters.model_store.fetch_smollm2", lambda _folder: model)
+    monkeypatch.setattr("py_scheduler.commands.fetch_model.fetch_smollm2", lambda _folder: model)
     assert main(["fetch-model"]) == 0
     assert capsys.readouterr().out == f"model ready: {model} (3 MB)\n"
 
@@ -485,8 +255,11 @@ def test_a_command_gets_in_with_a_token_from_a_file(
     address = started(EVALUATOR + SERVER + f'tokens_file = "{tmp_path / "tokens.toml"}"\n').address()
     assert main(["status", "--target", address]) == 1
     assert "this server wants a bearer token" in capsys.readouterr().err
-    assert main(["status", "--target", address, "--token-file", str(tmp_path / "secret")]) == 0
-    assert "evaluator" in capsys.readouterr().out
+    for command in ("status", "runners"):
+        assert main([command, "--target", address, "--token-file", str(tmp_path / "secret")]) == 0, command
+    shown = capsys.readouterr().out
+    assert "evaluator" in shown
+    assert "no runners" in shown
 
 
 async def test_sighup_has_the_tokens_read_again(started: Any, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from aiohttp import web
 from py_scheduler.domain.generation import PauseMode, WeightUpdate
 from py_scheduler.domain.ports import GenerationControl
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
-from tests.support.fleets import MAX_BACKOFF_SECONDS, eventually, fleet_on, request
+from tests.support.fleets import MAX_BACKOFF_SECONDS, fleet_on, request
 from tests.support.scripted_sglang import ScriptedSglang
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

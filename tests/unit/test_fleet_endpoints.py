@@ -16,24 +16,19 @@ from py_scheduler.errors import (
     EngineUnavailableError,
 )
 from tests.support.fake_clock import FakeClock
-from tests.support.fleets import MAX_BACKOFF_SECONDS, QUICK, eventually, fleet_of, fleet_on, request, servers
+from tests.support.fleets import (
+    MAX_BACKOFF_SECONDS,
+    QUICK,
+    fleet_of,
+    fleet_on,
+    holding,
+    request,
+    servers,
+    start,
+    up,
+)
 from tests.support.scripted_sglang import Script, ScriptedSglang
-
-
-def up(fleet: SglangFleet) -> list[bool]:
-    return [endpoint.is_up for endpoint in fleet._endpoints]
-
-
-def start(fleet: SglangFleet, rids: list[str]) -> list[asyncio.Task[Generation]]:
-    return [asyncio.create_task(fleet.generate(request(rid))) for rid in rids]
-
-
-def holding(server: ScriptedSglang, count: int) -> asyncio.Event:
-    """The next generations of the server wait for the event."""
-    gate = asyncio.Event()
-    server.scripts.extend(Script(gate=gate) for _ in range(count))
-    return gate
-
+from tests.support.waiting import eventually
 
 # -- set aside, and back
 

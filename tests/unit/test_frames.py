@@ -93,8 +93,8 @@ async def test_a_frame_that_is_longer_than_it_may_be_ends_the_connection() -> No
     [
         Ask(call_no=1, question=Generate(role="student", max_new_tokens=None, sampling=None)),
         Ask(call_no=2, question=Observe(token_ids=[1, 2], text="x")),
-        Returned(value=raw(AgentSaid(termination_reason="", answer="42"))),
-        Raised(outcome=Outcome.INFRA_OTHER, error="ValueError"),
+        Returned(order_no=1, value=raw(AgentSaid(termination_reason="", answer="42"))),
+        Raised(order_no=2, outcome=Outcome.INFRA_OTHER, error="ValueError"),
     ],
 )
 def test_what_is_said_arrives_as_it_was_said(frame: Ask | Returned | Raised) -> None:
@@ -106,7 +106,7 @@ def test_what_is_said_arrives_as_it_was_said(frame: Ask | Returned | Raised) -> 
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x00", b"GET / HTTP/1.1", encode(Raised(outcome=Outcome.SOLVED, error=""))[:-1]]
+    "data", [b"", b"\x00", b"GET / HTTP/1.1", encode(Raised(order_no=1, outcome=Outcome.SOLVED, error=""))[:-1]]
 )
 def test_what_is_no_frame_is_an_error(data: bytes) -> None:
     for read in (read_child_frame, read_server_frame):
@@ -117,7 +117,7 @@ def test_what_is_no_frame_is_an_error(data: bytes) -> None:
 def test_how_a_process_ended_is_said_in_words() -> None:
     assert how_it_ended(0) == "exit status 0"
     assert how_it_ended(3) == "exit status 3"
-    assert how_it_ended(-9, "it was too large") == "it was too large (signal SIGKILL)"
+    assert how_it_ended(-9) == "signal SIGKILL"
     assert how_it_ended(-255) == "signal 255"
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from py_scheduler import app
-from py_scheduler.cli import _parser, main
+from py_scheduler.cli import main, parsers
 from py_scheduler.commands.knobs import BEGIN, END
 from py_scheduler.config import convert_config, load_config
 from py_scheduler.errors import ConfigError
@@ -99,7 +99,8 @@ def test_the_help_names_every_knob(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_serve_has_no_flag_beside_the_definition() -> None:
-    (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
+    _, commands = parsers()
+    commands["serve"].load()
     flags = {flag for action in commands["serve"]._actions for flag in action.option_strings}
     switches = {f"--no-{knob.flag[2:]}" for knob in KNOBS if knob.kind is Kind.SWITCH and knob.flag}
     assert flags == {knob.flag for knob in (CONFIG, *KNOBS) if knob.flag} | switches | {"-h", "--help"}

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import struct
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters import ray_runner
+from py_scheduler.adapters import _ray_actor, ray_runner
 from py_scheduler.adapters.ray_runner import RayHost
-from py_scheduler.domain.runners import RaySettings, RunnerSettings
+from py_scheduler.domain.runner_frames import PROTOCOL, Hello, encode
+from py_scheduler.domain.runners import HandlerPlan, RaySettings, RunnerSettings
+from py_scheduler.errors import RunnerStartError
+from py_scheduler.execution.child_session import ChildSession
 from tests.support.fake_clock import settle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from py_scheduler.adapters._ray_actor import RayActor
 
 
 class FakeActor:
     def __init__(self) -> None:
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.play = self
+        self.secret = ""
 
-    def remote(self, *_: Any) -> FakeActor:
+    def remote(self, _host: str, _port: int, secret: str, _variables: dict[str, str]) -> FakeActor:
+        self.secret = secret
         return self
 
     def future(self) -> concurrent.futures.Future[None]:
@@ -97,7 +105,7 @@ async def test_an_actor_that_comes_after_its_start_was_given_up_is_ended(host: R
     launching.cancel()
     await asyncio.wait([launching])
     assert launching.cancelled(), "who gives up does not wait for Ray"
-    assert host._expected == {}, "its secret opens nothing any more"
+    assert len(host._expected) == 0, "its secret opens nothing any more"
     ray.gate.set()
     await until_killed(ray, 1)
     assert ray.killed == ray.actors
@@ -128,7 +136,78 @@ async def test_an_actor_that_does_not_connect_in_time_is_ended(host: RayHost, ra
     launching.cancel()
     await asyncio.wait([launching])
     await until_killed(ray, 1)
-    assert host._expected == {}
+    assert len(host._expected) == 0
+
+
+async def connected(host: RayHost, ray: FakeRay, **hello: Any) -> tuple[RayActor, asyncio.StreamWriter]:
+    """An actor that was launched and has said its secret."""
+    ray.gate.set()
+    launching = asyncio.create_task(host.launch(("", None), RunnerSettings()))
+    async with asyncio.timeout(10):
+        while not (ray.actors and ray.actors[-1].secret):  # noqa: ASYNC110 -- a thread tells nobody here
+            await asyncio.sleep(0.001)
+    _reader, writer = await asyncio.open_connection(*host._address)
+    said = encode(Hello(pid=7, secret=ray.actors[-1].secret, **hello))
+    writer.write(struct.pack(">I", len(said)) + said)
+    return await launching, writer
+
+
+async def test_an_actor_of_another_version_is_told_so_and_ended(host: RayHost, ray: FakeRay) -> None:
+    actor, writer = await connected(host, ray, protocol=PROTOCOL + 1)
+    session = ChildSession(actor, lambda _: {}, lambda _: None)
+    with pytest.raises(RunnerStartError, match=r"it speaks protocol \d+, not \d+: install the same version"):
+        await session.prepare(HandlerPlan(name="m:C"), ())
+    assert ray.killed == ray.actors
+    writer.close()
+
+
+async def test_an_actor_that_ray_cannot_kill_ends_with_its_connection(
+    host: RayHost, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ray_actor, "END_SECONDS", 0.01)
+    actor, writer = await connected(host, ray)
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Ray was shut down")
+
+    monkeypatch.setattr(ray, "kill", gone)
+    over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    actor.listen(lambda _: None, over.set_result)
+    actor.kill("it is replaced")
+    actor.kill("the server is ending")
+    assert await over == "it is replaced (its connection broke)"
+    assert not actor.is_alive
+    writer.close()
+
+
+async def test_a_start_that_fails_because_its_node_is_gone_says_so_before_it_fails(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise who waits there would hear that nothing can be started, and lose an attempt with it."""
+    monkeypatch.setattr(ray_runner, "_WATCH_SECONDS", 3600.0)
+    ray.answers = [["a", "b"], ["b"]]
+    told: list[tuple[str, bool]] = []
+    host = RayHost(RaySettings())
+    host.node_changed = lambda node, is_there: told.append((node, is_there))
+    await host.open()
+    while not ray.asked:  # noqa: ASYNC110 -- a thread tells nobody here
+        await asyncio.sleep(0.001)
+    with pytest.raises(RunnerStartError, match="no live Ray node is called 'a'"):
+        await host.launch(("a", ()), RunnerSettings())
+    assert told == [("a", False)]
+    await host.close()
+
+
+async def test_a_secret_opens_one_connection_once(host: RayHost, ray: FakeRay) -> None:
+    actor, writer = await connected(host, ray)
+    reader, second = await asyncio.open_connection(*host._address)
+    said = encode(Hello(pid=8, secret=ray.actors[-1].secret))
+    second.write(struct.pack(">I", len(said)) + said)
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await reader.readexactly(1)
+    assert actor.is_alive
+    second.close()
+    writer.close()
 
 
 async def test_a_ray_that_says_nothing_at_first_is_asked_again(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from py_scheduler.cli import _parser
+from py_scheduler.cli import parsers
 from py_scheduler.config import parse_config
 from py_scheduler.knobs import CONFIG, KNOBS
 
@@ -171,7 +171,7 @@ def test_the_configurations_of_a_page_are_read(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_command_of_a_page_is_one(page: Path) -> None:
-    (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
+    _, commands = parsers()
     code = re.findall(r"```.*?```|`[^`\n]+`", page.read_text(encoding="utf-8"), re.DOTALL)
     assert set(re.findall(r"py-scheduler ([a-z-]+)", "\n".join(code))) <= set(commands)
 

@@ -9,30 +9,14 @@ import pytest
 from aiohttp import web
 
 from py_scheduler.adapters.sglang import SglangEngine
-from py_scheduler.adapters.sglang_fleet import SglangFleet
-from py_scheduler.domain.generation import ChatMessage, FinishReason, Generation
+from py_scheduler.domain.generation import ChatMessage, FinishReason
 from py_scheduler.errors import (
     EngineRejectedError,
     EngineUnavailableError,
 )
-from tests.support.fleets import QUICK, eventually, fleet_on, request, servers
+from tests.support.fleets import QUICK, fleet_on, holding, request, servers, start, up
 from tests.support.scripted_sglang import Script, ScriptedSglang
-
-
-def up(fleet: SglangFleet) -> list[bool]:
-    return [endpoint.is_up for endpoint in fleet._endpoints]
-
-
-def start(fleet: SglangFleet, rids: list[str]) -> list[asyncio.Task[Generation]]:
-    return [asyncio.create_task(fleet.generate(request(rid))) for rid in rids]
-
-
-def holding(server: ScriptedSglang, count: int) -> asyncio.Event:
-    """The next generations of the server wait for the event."""
-    gate = asyncio.Event()
-    server.scripts.extend(Script(gate=gate) for _ in range(count))
-    return gate
-
+from tests.support.waiting import eventually
 
 # -- choice
 

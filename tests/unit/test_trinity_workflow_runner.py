@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from py_scheduler.interfaces.trinity import Experience, ModelConfig, Status, WorkflowRunner
-from tests.support.trinity_workflows import Told, ToldRepeatable, ToldSync, new_config, read, told, until
+from tests.support.trinity_workflows import Told, ToldRepeatable, ToldSync, new_config, read, told
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from py_scheduler.interfaces.trinity import Workflow
@@ -152,7 +153,7 @@ async def test_sync_workflows_leave_the_loop_alone() -> None:
         assert go.wait(10)
 
     call = asyncio.ensure_future(runner.run_task(told(wait, workflow=ToldSync), "0", 1))
-    await until(lambda: bool(threads))
+    await eventually(lambda: bool(threads))
     go.set()
     assert (await call)[0].ok
     assert threads != [main]

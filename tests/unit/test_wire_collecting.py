@@ -63,7 +63,7 @@ def test_requests_travel_unchanged(request: CollectRequest) -> None:
 def test_a_long_payload_is_cut_and_no_message_is_much_longer_than_a_chunk() -> None:
     payloads = (b"a" * 2_500_000, b"b" * 10)
     result = TaskResult(
-        task_id="t", client_key="", state=TaskState.SUCCEEDED, completed_runs=1, total_runs=1, payloads=payloads
+        task_id="t", client_key="", state=TaskState.SUCCEEDED, succeeded_samples=1, planned_samples=1, payloads=payloads
     )
     reply = CollectReply(submission_id="s", results=(result,))
     sizes = [collecting_pb2.CollectResultsResponse(parts=parts).ByteSize() for parts in encode_chunks(reply)]
@@ -75,7 +75,7 @@ def test_a_long_payload_is_cut_and_no_message_is_much_longer_than_a_chunk() -> N
 def test_a_stream_that_lacks_a_result_is_found_out() -> None:
     reply = CollectReply(
         results=tuple(
-            TaskResult(task_id=f"t{n}", client_key="", state=TaskState.FAILED, completed_runs=0, total_runs=1)
+            TaskResult(task_id=f"t{n}", client_key="", state=TaskState.FAILED, succeeded_samples=0, planned_samples=1)
             for n in range(2)
         )
     )

@@ -1,0 +1,201 @@
+"""Ends tasks before their time: on request, at their deadline, for a collect that waits no longer, at a shutdown.
+
+Invariants
+  1. A stop is a fact before it is an act: what waits is ended by the ledger, and only then is what runs told to stop.
+  2. Each open task with a `task_deadline_seconds` has one timer, also after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.events import AbortRequested, StopCause
+from py_scheduler.domain.plain import safe_text
+from py_scheduler.domain.requests import AbortReply, AbortRequest
+from py_scheduler.errors import NotFoundError
+from py_scheduler.scheduler.commands import StopTasks
+from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.scheduler.intake import abort_digest
+from py_scheduler.scheduler.lookup import find_submission
+from py_scheduler.scheduler.supervisor import EVERYTHING, Concerned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from py_scheduler.domain.ports import Clock
+    from py_scheduler.scheduler.admission import Admission
+    from py_scheduler.scheduler.event_log import EventLog
+    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.recorder import Recorder
+    from py_scheduler.scheduler.records import SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.supervisor import Supervisor
+
+
+logger = logging.getLogger(__name__)
+
+
+class TaskDeadline:
+    """When a task ends whatever it is doing."""
+
+    __slots__ = ("_ledger", "seconds", "submission_id", "task_id")
+
+    def __init__(self, ledger: Ledger, submission_id: str, task_id: str, seconds: float) -> None:
+        self._ledger = ledger
+        self.submission_id = submission_id
+        self.task_id = task_id
+        self.seconds = seconds
+
+    @property
+    def is_over(self) -> bool:
+        return self._ledger.task(self.task_id) is None
+
+
+class Stops:
+    """One scheduler's."""
+
+    def __init__(
+        self, recorder: Recorder, event_log: EventLog, supervisor: Supervisor, admission: Admission, clock: Clock
+    ) -> None:
+        self._recorder = recorder
+        self._ledger = recorder.ledger
+        self._event_log = event_log
+        self._supervisor = supervisor
+        self._admission = admission
+        self._clock = clock
+        self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
+
+    def arm_deadlines(self, records: Iterable[TaskRecord]) -> None:
+        """To be told of each task that is open, once."""
+        now = self._clock.monotonic()
+        for record in records:
+            seconds = record.task.config.task_deadline_seconds
+            if seconds is not None:
+                elapsed = self._seconds_since_acceptance(record, now)
+                deadline = TaskDeadline(self._ledger, record.submission.submission_id, record.task_id, seconds)
+                self._task_deadlines.add(now + seconds - elapsed, deadline)
+
+    def _seconds_since_acceptance(self, record: TaskRecord, now: float) -> float:
+        """By the wall clock only where the machine was started anew meanwhile: it may jump, the other does not."""
+        at = record.accepted_at
+        if at is not None and at.boot_id and at.boot_id == self._clock.boot_id:
+            return now - at.monotonic_seconds
+        return max(0.0, self._clock.unix_time() - record.accepted_unix_seconds)
+
+    def clear_deadlines(self) -> None:
+        self._task_deadlines.clear()
+
+    def _on_task_deadline(self, deadline: TaskDeadline, _when: float) -> None:
+        submission = self._ledger.submission(deadline.submission_id)
+        if submission is not None:
+            reason = f"task_deadline_seconds ({deadline.seconds:g}) passed"
+            self.stop(submission, (deadline.task_id,), StopCause.TASK_DEADLINE, reason)
+
+    async def abort(self, request: AbortRequest) -> AbortReply:
+        """See `Engine.abort`."""
+        concerned, stopped = self._begin_abort(request)
+        await self._event_log.wait_committed(self._ledger.last_sequence)
+        if request.wait:
+            try:
+                async with asyncio.timeout(request.timeout_seconds):
+                    await self._supervisor.wait_stopped(concerned)
+            except TimeoutError:
+                pass  # No failure: the answer says what is still stopping.
+        return AbortReply(aborted_tasks=stopped, still_stopping=self._supervisor.unconfirmed(concerned))
+
+    def _begin_abort(self, request: AbortRequest) -> tuple[Concerned, int]:
+        """Whom a wait is for, which is nobody who is submitted from now on; and how many tasks this call stopped, or
+        had stopped when it came the first time.
+        """
+        task_ids = frozenset(request.task_ids)
+        digest = abort_digest(request) if request.request_id else b""
+        done = self._ledger.repeated(request.selector.namespace, request.request_id, digest)
+        if done is not None:
+            return Concerned(done.submission_id, task_ids, done.task_count), done.stopped_tasks
+        submission = find_submission(self._ledger, request.selector)
+        for task_id in request.task_ids:
+            if not submission.has_had(task_id):
+                raise NotFoundError(f"submission {submission.submission_id!r} has no task {task_id!r}")
+        stopped = self.stop(
+            submission,
+            request.task_ids,
+            StopCause.REQUEST,
+            request.reason or "aborted on request",
+            keeps_results=request.keep_partial,
+            restarts_runners=request.restart_runners,
+            request_id=request.request_id,
+            request_digest=digest,
+        )
+        return Concerned(submission.submission_id, task_ids, submission.next_task_no), len(stopped)
+
+    def stop(
+        self,
+        submission: SubmissionRecord,
+        task_ids: tuple[str, ...],
+        cause: StopCause,
+        reason: str,
+        *,
+        keeps_results: bool = False,
+        restarts_runners: bool = False,
+        request_id: str = "",
+        request_digest: bytes = b"",
+    ) -> tuple[str, ...]:
+        """What waits ends now, what runs is told to stop; the ids of the tasks that this changed.
+
+        task_ids: of this submission; none: all of it.
+        """
+        reason = safe_text(reason)
+        command = StopTasks(
+            submission.submission_id,
+            task_ids,
+            cause,
+            reason,
+            self._clock.unix_time(),
+            keeps_results,
+            restarts_runners,
+            request_id,
+            request_digest,
+        )
+        asked: tuple[str, ...] = ()
+        for event in self._recorder.record(command, submission.key.namespace):
+            if type(event) is AbortRequested:
+                asked = event.task_ids
+        for task_id in asked:
+            self._supervisor.stop(task_id, cause, reason, restarts_runners=restarts_runners)
+        if asked:
+            self._admission.attempts_were_ended()
+        return asked
+
+    async def stop_and_wait(
+        self,
+        submission: SubmissionRecord,
+        task_ids: tuple[str, ...],
+        reason: str,
+        *,
+        keeps_results: bool,
+        restarts_runners: bool,
+    ) -> None:
+        """Returns when their work has been seen to stop, or was given up."""
+        self.stop(
+            submission,
+            task_ids,
+            StopCause.REQUEST,
+            reason,
+            keeps_results=keeps_results,
+            restarts_runners=restarts_runners,
+        )
+        await self._supervisor.wait_stopped(Concerned(submission.submission_id, frozenset(task_ids)))
+
+    async def drain(self, grace_seconds: float, *, ends_what_is_open: bool) -> None:
+        """Starts nothing any more; returns when the grace is over or nothing runs, and what was stopped has ended."""
+        self._supervisor.is_draining = True
+        try:
+            async with asyncio.timeout(grace_seconds):
+                await self._supervisor.wait_stopped(EVERYTHING)
+        except TimeoutError:
+            logger.warning("samples were still running after %g s of draining", grace_seconds)
+        if ends_what_is_open:
+            for submission in self._ledger.open_submissions():
+                self.stop(submission, (), StopCause.SHUTDOWN, "the server is shutting down")
+            await self._supervisor.wait_stopped(EVERYTHING)
