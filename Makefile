@@ -37,7 +37,7 @@ RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
 .PHONY: help demo test check bench bench-placement profile-placement msrv build proto proto-baseline format requirements clean \
-	chaos soak deny package demo-sglang test-sglang test-ray test-trinity test-long test-rust test-python check-rust check-style check-types \
+	chaos soak deny package demo-sglang test-sglang test-ray test-trinity test-rust test-python check-rust check-style check-types \
 	check-layers check-proto
 
 help:
@@ -46,7 +46,6 @@ help:
 	@echo "make test-sglang     tests against real SGLang servers on the CPU, and make demo-sglang: the demo on one"
 	@echo "make test-trinity    tests of the drop-in for Trinity-RFT, against the real package"
 	@echo "make test-ray        tests on a real Ray cluster of several nodes, all on this machine"
-	@echo "make test-long       tests that take minutes and are no part of make test"
 	@echo "make chaos           CHAOS_KILLS (1000) random kills of a server under its clients; CHAOS_SEED=... repeats one"
 	@echo "make soak            SOAK_SECONDS (1200) of steady load: memory and descriptors stay flat, nothing is left over"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
@@ -178,10 +177,6 @@ test-python: $(BUILT) $(DEV_READY) $(MODEL_READY)
 # docs/faults.md says what they prove.
 chaos: $(BUILT) $(DEV_READY)
 	$(BIN)/python -m tests.faults.chaos --kills $(CHAOS_KILLS) --seed $(CHAOS_SEED)
-
-# What takes minutes and would not fit into CI's.
-test-long: $(BUILT) $(DEV_READY)
-	$(BIN)/python -m pytest -m long
 
 soak: $(BUILT) $(DEV_READY)
 	$(BIN)/python -m tests.faults.soak --seconds $(SOAK_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,15 @@ class NoOpAgent(BaseAgent):
 
 
 class StampingAgent(NoOpAgent):
-    """Its reward is when it ended, on the clock that all processes of a machine share."""
+    """Waits, does nothing, and its reward is when it ended, on the clock that all processes of a machine share."""
+
+    def __init__(self, wait_seconds: float = 0.0) -> None:
+        self._wait_seconds = wait_seconds
+
+    async def run(self, episode: Episode) -> AgentResult:
+        if self._wait_seconds:
+            await asyncio.sleep(self._wait_seconds)
+        return await super().run(episode)
 
     async def eval(self, episode: Episode, result: AgentResult) -> Reward:  # noqa: ARG002
         return Reward(score=time.monotonic())
