@@ -146,6 +146,7 @@ RAY_SECONDS ?= 300
 bench-placement: $(BUILT) $(DEV_READY) $(if $(filter 0,$(BENCH_RAY)),,$(RAY_READY))
 	rm -rf $(BENCH_OUT) && mkdir -p $(BENCH_OUT)
 	cargo bench --locked --package placement_core --bench placement_bench -- --quick
+	cargo bench --locked --package placement_core --bench placement_ratios > $(BENCH_OUT)/ratios.jsonl
 	$(BIN)/python -m pytest benches/bench_placement.py -q -o asyncio_debug=false --benchmark-only --benchmark-max-time=0.5 \
 		--benchmark-disable-gc --benchmark-columns=median,rounds --benchmark-json=$(BENCH_OUT)/python.json
 ifneq ($(BENCH_RAY),0)
@@ -153,7 +154,8 @@ ifneq ($(BENCH_RAY),0)
 endif
 	$(BIN)/python benches/placement_service.py --json $(BENCH_OUT)/service.json
 	$(BIN)/python benches/compare_placement.py --criterion target/criterion --python $(BENCH_OUT)/python.json \
-		--ray $(BENCH_OUT)/ray.jsonl --service $(BENCH_OUT)/service.json --docs docs --readme README.md
+		--ratios $(BENCH_OUT)/ratios.jsonl --ray $(BENCH_OUT)/ray.jsonl --service $(BENCH_OUT)/service.json \
+		--docs docs --readme README.md
 
 # What the load of a machine does not change. PROFILE_ARGS="pool 16 64" counts one loop alone.
 PROFILE_ARGS ?=

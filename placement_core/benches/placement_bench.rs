@@ -6,9 +6,7 @@
 #![allow(missing_docs, reason = "criterion's macros make public functions")]
 
 use std::hint::black_box;
-use std::sync::{Arc, Barrier, Mutex};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use placement_core::{Demand, Pool};
@@ -40,14 +38,7 @@ fn bench_acquire_release(c: &mut Criterion) {
             let (mut lines, pool) = (Lines::new(nodes), pool(nodes));
             let tokens = known(&mut lines, &pool, batch);
             group.bench_function(BenchmarkId::new("touch", batch), |b| {
-                b.iter(|| {
-                    let tokens = black_box(&tokens);
-                    for &at in tokens {
-                        lines.take(at);
-                    }
-                    black_box(&mut lines);
-                    lines.give_all(tokens);
-                });
+                b.iter(|| lines.touch(black_box(&tokens)));
             });
             let shared = Arc::new(Mutex::new(lines.clone()));
             group.bench_function(BenchmarkId::new("touch, locked and handed out", batch), |b| {
@@ -148,53 +139,8 @@ fn bench_lock_alone(c: &mut Criterion) {
     group.finish();
 }
 
-/// How long `threads` take for `iterations` of `once` in all, from the moment they all begin.
-fn timed(threads: u64, iterations: u64, once: impl Fn() + Sync) -> Duration {
-    let start = Barrier::new(threads as usize + 1);
-    thread::scope(|scope| {
-        let work = || {
-            start.wait();
-            for _ in 0..iterations.div_ceil(threads) {
-                once();
-            }
-        };
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        start.wait();
-        let begun = Instant::now();
-        for worker in workers {
-            worker.join().expect("nothing panics in it");
-        }
-        begun.elapsed()
-    })
-}
-
-/// One pool, or one lock with known tokens behind it, under one thread and under two.
-fn bench_two_threads(c: &mut Criterion) {
-    let nodes = 256;
-    let mut group = c.benchmark_group(format!("two threads, {nodes} nodes"));
-    for batch in [1, 64] {
-        let (mut lines, pool, demand) = (Lines::new(nodes), pool(nodes), sample());
-        let tokens = known(&mut lines, &pool, batch);
-        let shared = Arc::new(Mutex::new(lines));
-        for (threads, words) in [(1, "one thread"), (2, "two threads")] {
-            group.bench_function(BenchmarkId::new(format!("pool, {words}"), batch), |b| {
-                b.iter_custom(|iterations| {
-                    timed(threads, iterations, || drop(black_box(pool.try_acquire(&demand, batch as u64))))
-                });
-            });
-            group.bench_function(BenchmarkId::new(format!("lock, {words}"), batch), |b| {
-                b.iter_custom(|iterations| {
-                    timed(threads, iterations, || drop(black_box(Handed::out(&shared, black_box(&tokens)))))
-                });
-            });
-        }
-    }
-    group.finish();
-}
-
 criterion_group!(
     benches,
-    bench_two_threads,
     bench_acquire_release,
     bench_lock_alone,
     bench_half_full,

@@ -42,13 +42,7 @@ fn run(what: &str, nodes: usize, batch: usize, rounds: u64) {
             lines.acquire(batch, &mut tokens);
             lines.give_all(&tokens);
             if what == "touch" {
-                measured_after(warm_up, rounds, || {
-                    for &at in black_box(&tokens) {
-                        lines.take(at);
-                    }
-                    black_box(&mut lines);
-                    lines.give_all(&tokens);
-                });
+                measured_after(warm_up, rounds, || lines.touch(black_box(&tokens)));
             } else {
                 let shared = Arc::new(Mutex::new(lines));
                 measured_after(warm_up, rounds, || drop(black_box(Handed::out(&shared, black_box(&tokens)))));

@@ -185,6 +185,7 @@ impl ShapeIndex {
         self.set_free(free);
     }
 
+    #[inline(never)]
     fn apply(&mut self, nodes: &[NodeState], changed: &[u32], cap: impl Fn(u32) -> u32) {
         let mut free = self.free_tokens();
         for &position in changed {
@@ -293,7 +294,7 @@ impl ShapeIndex {
 
     /// Gives one token of the shape back, while the index is caught up. Whether a leaving node is empty now.
     #[inline(never)]
-    pub(crate) fn give_one_back(&mut self, nodes: &mut [NodeState], token: Held) -> bool {
+    pub(crate) fn give_one_back(&mut self, nodes: &mut [NodeState], token: &Held) -> bool {
         let position = token.node();
         let (node, entry) = (&mut nodes[position as usize], &mut self.entries[position as usize]);
         if entry.bucket == NO_BUCKET {
@@ -334,7 +335,7 @@ impl ShapeIndex {
         while let Some((last, others)) = left.split_last() {
             let (word, from) = (last.node() / 64, self.entries[last.node() as usize].bucket);
             if from == NO_BUCKET {
-                has_left |= give_back_inactive(self.shape, &mut nodes[last.node() as usize], *last);
+                has_left |= give_back_inactive(self.shape, &mut nodes[last.node() as usize], last);
                 inactive += 1;
                 left = others;
                 continue;
@@ -379,7 +380,7 @@ impl ShapeIndex {
 
 /// Gives a token back to a node that takes no new ones. Whether the node is left now.
 #[cold]
-fn give_back_inactive(shape: Shape, node: &mut NodeState, token: Held) -> bool {
+fn give_back_inactive(shape: Shape, node: &mut NodeState, token: &Held) -> bool {
     shape.restore(node, token.gpus);
     node.is_left()
 }

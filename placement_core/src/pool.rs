@@ -89,7 +89,7 @@ impl Open {
 /// assert_eq!(pool.max_tokens_for(&sample), 6);
 ///
 /// let budget = Budget::new(2.0, 8.0, 32.0, 4)?;
-/// let mut lease = pool.try_acquire_batch(&budget, &sample, 64)?.expect("the pool is empty");
+/// let lease = pool.try_acquire_batch(&budget, &sample, 64)?.expect("the pool is empty");
 /// assert_eq!((lease.len(), pool.free_tokens_for(&sample)), (4, 2));
 /// assert!(pool.try_acquire_batch(&budget, &sample, 64)?.is_none());
 ///

@@ -99,7 +99,7 @@ impl State {
         }
         let token = index.take_one(&mut self.nodes)?;
         if self.has_log() {
-            self.record(at, &[token]);
+            self.record(at, [token.node()]);
         }
         Some((by, Tokens::One([token])))
     }
@@ -107,10 +107,10 @@ impl State {
     #[inline(never)]
     fn take(&mut self, at: usize, count: usize) -> Vec<Held> {
         // Written twice, which costs less than asking for each token whether the list must grow.
-        let mut tokens = vec![Held::default(); count];
+        let mut tokens: Vec<Held> = std::iter::repeat_with(Held::default).take(count).collect();
         self.indexes[at].index.take(&mut self.nodes, &mut tokens);
         if self.has_log() {
-            self.record(at, &tokens);
+            self.record(at, tokens.iter().map(Held::node));
         }
         tokens
     }
@@ -123,8 +123,8 @@ impl State {
 
     /// Tells the other indexes, by way of the log, what the index at `by` did, which was caught up.
     #[cold]
-    fn record(&mut self, by: usize, tokens: &[Held]) {
-        self.log.extend(tokens.iter().map(|token| token.node()));
+    fn record(&mut self, by: usize, nodes: impl IntoIterator<Item = u32>) {
+        self.log.extend(nodes);
         self.indexes[by].index.seen = self.log.len();
         self.trim_log();
     }
@@ -141,8 +141,8 @@ impl State {
         let fitting = active.filter(|&(_, position)| node_extras.fits(position, extras) > 0);
         let (node, position) = fitting.min_by_key(|(node, _)| std::cmp::Reverse(node.room.key()))?;
         node.tokens = node.tokens.checked_add(u32::try_from(count).ok()?)?;
-        let token = Held::new(position, node.info, 0);
-        Some((NO_INDEX, Tokens::Many(vec![token; count])))
+        let token = || Held::new(position, node.info, 0);
+        Some((NO_INDEX, Tokens::Many(std::iter::repeat_with(token).take(count).collect())))
     }
 
     /// Takes given tokens; the caller has checked that they fit.
@@ -167,11 +167,11 @@ impl State {
             let index = &mut indexes[at].index;
             index.catch_up(nodes, log);
             let has_left = match tokens {
-                [token] => index.give_one_back(nodes, *token),
+                [token] => index.give_one_back(nodes, token),
                 _ => index.give_back(nodes, tokens),
             };
             if self.has_log() {
-                self.record(at, tokens);
+                self.record(at, tokens.iter().map(Held::node));
             }
             has_left
         } else {

@@ -1,14 +1,16 @@
 //! Tokens and leases: room that is held, and how it is given back.
 //!
 //! Invariants: a token is held by exactly one lease or free; `held` counts those of a lease that were not given back;
-//! a token that was given back keeps its names but no longer its node.
+//! a token that was given back before the others keeps its names but no longer its node. What of a lease changes is
+//! written under the pool's lock only, so a lease needs no lock of its own.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::error::{PlacementError, Result};
 use crate::extras::Extras;
 use crate::node::NodeInfo;
-use crate::pool::{Open, Shared};
+use crate::pool::Shared;
 use crate::resource::Demand;
 use crate::shape::Shape;
 use crate::state::State;
@@ -17,10 +19,10 @@ use crate::state::State;
 const GIVEN_BACK: u32 = u32::MAX;
 
 /// One token as the pool keeps it.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Held {
     /// Node and info as one number: what is written in halves and read as a whole soon after stalls the processor.
-    at: u64,
+    at: AtomicU64,
     /// The slot of a share, a mask of the slots of whole GPUs: [`Shape::slots`] makes it a mask.
     pub(crate) gpus: u64,
 }
@@ -28,27 +30,37 @@ pub(crate) struct Held {
 impl Held {
     #[inline]
     pub(crate) const fn new(node: u32, info: u32, gpus: u64) -> Self {
-        Self { at: (info as u64) << 32 | node as u64, gpus }
+        Self { at: AtomicU64::new((info as u64) << 32 | node as u64), gpus }
+    }
+
+    #[inline]
+    fn at(&self) -> u64 {
+        self.at.load(Ordering::Relaxed)
+    }
+
+    /// The same token once more, to be given back along with others.
+    fn copied(&self) -> Self {
+        Self { at: AtomicU64::new(self.at()), gpus: self.gpus }
     }
 
     /// Position of the node in the pool.
     #[inline]
-    pub(crate) const fn node(self) -> u32 {
-        self.at as u32
+    pub(crate) fn node(&self) -> u32 {
+        self.at() as u32
     }
 
     /// Position of the node's names in the pool's table.
     #[inline]
-    const fn info(self) -> u32 {
-        (self.at >> 32) as u32
+    fn info(&self) -> u32 {
+        (self.at() >> 32) as u32
     }
 
-    const fn is_given_back(self) -> bool {
+    fn is_given_back(&self) -> bool {
         self.node() == GIVEN_BACK
     }
 
-    fn mark_given_back(&mut self) {
-        *self = Self::new(GIVEN_BACK, self.info(), self.gpus);
+    fn mark_given_back(&self) {
+        self.at.store(self.at() | u64::from(GIVEN_BACK), Ordering::Relaxed);
     }
 }
 
@@ -86,36 +98,27 @@ impl Tokens {
             Self::Many(tokens) => tokens,
         }
     }
-
-    #[inline]
-    fn as_mut_slice(&mut self) -> &mut [Held] {
-        match self {
-            Self::One(token) => token,
-            Self::Many(tokens) => tokens,
-        }
-    }
 }
 
 /// Room for a batch, held until it is released token by token, as a whole, or by dropping the lease.
 ///
-/// A lease owns its pool's share, so it may outlive every [`crate::Pool`] handle and move between threads.
+/// A lease owns its pool's share, so it may outlive every [`crate::Pool`] handle; threads may share it.
 #[must_use = "dropping a lease gives its room back"]
 pub struct Lease {
-    /// There until the lease is dropped.
-    shared: Option<Shared>,
+    shared: Shared,
     tokens: Tokens,
     shape: Shape,
     /// Serial of the index that placed the tokens.
     index: u32,
-    held: u32,
+    held: AtomicU32,
+    is_released: AtomicBool,
     concurrency: u64,
     extras: Option<Arc<Extras>>,
-    is_released: bool,
 }
 
 impl std::fmt::Debug for Lease {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (tokens, held) = (self.len(), self.held);
+        let (tokens, held) = (self.len(), self.held());
         f.debug_struct("Lease").field("tokens", &tokens).field("held", &held).finish_non_exhaustive()
     }
 }
@@ -124,8 +127,9 @@ impl Lease {
     /// A lease of a demand without extras.
     #[inline]
     pub(crate) fn new(shared: Shared, demand: &Demand, shape: Shape, index: u32, tokens: Tokens) -> Self {
-        let (held, concurrency, extras) = (tokens.as_slice().len() as u32, demand.concurrency(), None);
-        Self { shared: Some(shared), tokens, shape, index, held, concurrency, extras, is_released: false }
+        let (held, is_released) = (AtomicU32::new(tokens.as_slice().len() as u32), AtomicBool::new(false));
+        let (concurrency, extras) = (demand.concurrency(), None);
+        Self { shared, tokens, shape, index, held, is_released, concurrency, extras }
     }
 
     /// The same lease of a demand that may have extras.
@@ -148,8 +152,8 @@ impl Lease {
 
     /// Tokens that were not given back.
     #[must_use]
-    pub const fn held(&self) -> usize {
-        self.held as usize
+    pub fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed) as usize
     }
 
     /// What each token takes.
@@ -161,7 +165,12 @@ impl Lease {
     /// Whether one token is still held; false for a position that the lease does not have.
     #[must_use]
     pub fn is_held(&self, index: usize) -> bool {
-        self.tokens.as_slice().get(index).is_some_and(|token| !token.is_given_back())
+        self.tokens.as_slice().get(index).is_some_and(|token| self.holds(token))
+    }
+
+    /// When none is held no token is marked: that would be a walk over all of them.
+    fn holds(&self, token: &Held) -> bool {
+        self.held() > 0 && !token.is_given_back()
     }
 
     /// The name of the node that a token lies on, also after it was given back.
@@ -184,8 +193,7 @@ impl Lease {
     /// Where every token lies, fit to be recorded and [adopted](crate::Pool::adopt) later.
     #[must_use]
     pub fn placements(&self) -> Vec<Placement> {
-        let Some(shared) = &self.shared else { return Vec::new() };
-        let infos = shared.infos();
+        let infos = self.shared.infos();
         let placement = |token: &Held| {
             let info = &infos[token.info() as usize];
             Placement { node: info.name.clone(), gpu_ids: info.ids_of(self.shape.slots(token.gpus)) }
@@ -198,22 +206,18 @@ impl Lease {
     /// # Errors
     /// [`PlacementError::TokenReleased`] when it was given back before, alone or with the lease;
     /// [`PlacementError::NoSuchToken`] for a position the lease does not have.
-    pub fn release_token(&mut self, index: usize) -> Result<()> {
-        let len = self.len();
-        let Some(token) = self.tokens.as_mut_slice().get_mut(index) else {
-            return Err(PlacementError::NoSuchToken { index, len });
+    pub fn release_token(&self, index: usize) -> Result<()> {
+        let Some(token) = self.tokens.as_slice().get(index) else {
+            return Err(PlacementError::NoSuchToken { index, len: self.len() });
         };
-        if token.is_given_back() {
+        let mut state = self.shared.lock();
+        if !self.holds(token) {
             return Err(PlacementError::TokenReleased { index });
         }
-        let held = *token;
+        self.give_these_back(&mut state, std::slice::from_ref(token));
         token.mark_given_back();
-        self.held -= 1;
-        if let Some(shared) = &self.shared {
-            let mut state = shared.lock();
-            self.give_these_back(&mut state, &[held]);
-            shared.announce(&mut state);
-        }
+        self.held.store(self.held() as u32 - 1, Ordering::Relaxed);
+        self.shared.announce(&mut state);
         Ok(())
     }
 
@@ -221,41 +225,36 @@ impl Lease {
     ///
     /// # Errors
     /// [`PlacementError::LeaseReleased`] when it was called before.
-    pub fn release(&mut self) -> Result<()> {
-        if std::mem::replace(&mut self.is_released, true) {
+    pub fn release(&self) -> Result<()> {
+        let mut state = self.shared.lock();
+        if self.is_released.load(Ordering::Relaxed) {
             return Err(PlacementError::LeaseReleased);
         }
-        self.release_remainder();
+        self.give_back_to(&mut state);
         Ok(())
     }
 
     /// Gives back what is still held; does nothing when that is nothing. Dropping the lease does the same.
-    pub fn release_remainder(&mut self) {
-        self.is_released = true;
-        if self.held == 0 {
-            return;
-        }
-        if let Some(shared) = &self.shared {
-            let mut state = shared.lock();
-            self.give_back_to(&mut state, shared);
-        }
-        self.held = 0;
-        for token in self.tokens.as_mut_slice() {
-            token.mark_given_back();
-        }
+    pub fn release_remainder(&self) {
+        self.give_back_to(&mut self.shared.lock());
     }
 
     /// Gives back what is held, while the pool's lock is.
     #[inline]
-    fn give_back_to(&self, state: &mut State, open: &Open) {
-        let tokens = self.tokens.as_slice();
-        if self.held as usize == tokens.len() {
+    fn give_back_to(&self, state: &mut State) {
+        self.is_released.store(true, Ordering::Relaxed);
+        let (held, tokens) = (self.held(), self.tokens.as_slice());
+        if held == 0 {
+            return;
+        }
+        if held == tokens.len() {
             self.give_these_back(state, tokens);
         } else {
-            let held: Vec<Held> = tokens.iter().filter(|token| !token.is_given_back()).copied().collect();
-            self.give_these_back(state, &held);
+            let still = tokens.iter().filter(|token| !token.is_given_back());
+            self.give_these_back(state, &still.map(Held::copied).collect::<Vec<_>>());
         }
-        open.announce(state);
+        self.held.store(0, Ordering::Relaxed);
+        self.shared.announce(state);
     }
 
     #[inline]
@@ -268,17 +267,15 @@ impl Lease {
 
     fn with_info<R>(&self, index: usize, read: impl FnOnce(&NodeInfo, u64) -> R) -> Option<R> {
         let token = self.tokens.as_slice().get(index)?;
-        Some(read(&self.shared.as_ref()?.infos()[token.info() as usize], self.shape.slots(token.gpus)))
+        Some(read(&self.shared.infos()[token.info() as usize], self.shape.slots(token.gpus)))
     }
 }
 
 impl Drop for Lease {
     #[inline]
     fn drop(&mut self) {
-        let Some(shared) = self.shared.take() else { return };
-        if self.held > 0 {
-            let mut state = shared.lock();
-            self.give_back_to(&mut state, &shared);
+        if *self.held.get_mut() > 0 {
+            self.release_remainder();
         }
     }
 }

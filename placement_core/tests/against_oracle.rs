@@ -185,13 +185,13 @@ impl Twins {
         }
     }
 
-    fn end_lease(&mut self, lease: usize, how: impl FnOnce(&mut Lease)) {
+    fn end_lease(&mut self, lease: usize, how: impl FnOnce(&Lease)) {
         if self.leases.is_empty() {
             return;
         }
         let at = lease % self.leases.len();
-        let (mut lease, tokens) = self.leases.swap_remove(at);
-        how(&mut lease);
+        let (lease, tokens) = self.leases.swap_remove(at);
+        how(&lease);
         drop(lease);
         for token in tokens.into_iter().flatten() {
             self.plain.release(&token);

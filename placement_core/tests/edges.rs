@@ -17,6 +17,7 @@ fn is_owned<T: Send + 'static>() {}
 #[test]
 fn pool_is_shared_and_lease_is_owned() {
     is_shared::<Pool>();
+    is_shared::<Lease>();
     is_owned::<Lease>();
     let pool = pool(1);
     let half = Demand::new(0.5, 0.0, 0.0).unwrap();
@@ -25,6 +26,26 @@ fn pool_is_shared_and_lease_is_owned() {
     drop(pool);
     thread::spawn(move || drop(lease)).join().unwrap();
     assert_eq!(other.free_tokens_for(&half), 8);
+}
+
+#[test]
+fn what_was_given_back_is_not_given_back_again() {
+    let (pool, sample) = (pool(2), Demand::new(0.25, 1.0, 1.0).unwrap());
+    for count in [1, 3] {
+        let lease = pool.try_acquire(&sample, count).unwrap().unwrap();
+        let len = count as usize;
+        lease.release_token(0).unwrap();
+        assert_eq!(lease.release_token(0), Err(PlacementError::TokenReleased { index: 0 }));
+        assert_eq!(lease.release_token(len), Err(PlacementError::NoSuchToken { index: len, len }));
+        assert_eq!((lease.held(), lease.is_held(0), lease.is_held(len - 1)), (len - 1, false, len > 1));
+        lease.release().unwrap();
+        assert_eq!(lease.release(), Err(PlacementError::LeaseReleased));
+        assert_eq!(lease.release_token(len - 1), Err(PlacementError::TokenReleased { index: len - 1 }));
+        assert_eq!((lease.held(), lease.is_held(len - 1), lease.len()), (0, false, len));
+        assert!(lease.node(0).is_some() && lease.placements().len() == len);
+        drop(lease);
+        assert_eq!(pool.free_tokens_for(&sample), pool.max_tokens_for(&sample));
+    }
 }
 
 #[test]
@@ -111,7 +132,7 @@ fn threads_never_overbook() {
                 for round in 0..2_000 {
                     let demand = &shares[(seed + round) % 4];
                     let count = 1 + (seed * 5 + round * 3) as u64 % 11;
-                    if let Some(mut lease) = pool.try_acquire(demand, count).unwrap() {
+                    if let Some(lease) = pool.try_acquire(demand, count).unwrap() {
                         lease.release_token(0).unwrap();
                         assert!(lease.release_token(0).is_err());
                     }

@@ -165,7 +165,7 @@ fn adopting_needs_the_label_and_the_amount() {
     assert_eq!(reason(&[at("a"), at("a"), at("a")]), (2, "its room is taken".into()));
     assert!(pool.adopt(&licensed(1), &[at("c")]).is_err());
     assert_eq!(pool.free_tokens_for(&sample), 2);
-    let mut lease = pool.adopt(&sample, &[at("a"), at("a")]).unwrap();
+    let lease = pool.adopt(&sample, &[at("a"), at("a")]).unwrap();
     assert_eq!((lease.demand(), pool.free_tokens_for(&licensed(1))), (sample, 0));
     lease.release_token(1).unwrap();
     assert_eq!(pool.nodes()[0].named_free["licence"], 2);
@@ -176,7 +176,7 @@ fn adopting_needs_the_label_and_the_amount() {
 fn a_node_that_comes_back_has_what_it_is_said_to_have() {
     let pool = pool();
     let sample = licensed(1);
-    let mut lease = pool.try_acquire(&sample, 2).unwrap().unwrap();
+    let lease = pool.try_acquire(&sample, 2).unwrap().unwrap();
     assert!(!pool.remove_node("a").unwrap());
     assert_eq!((pool.max_tokens_for(&sample), pool.free_tokens_for(&sample)), (0, 0));
     lease.release().unwrap();

@@ -33,8 +33,7 @@ fn shapes() -> [Demand; 4] {
 fn acquire_and_release(pool: &Pool, seed: usize) {
     for round in 0..1_500 {
         let demand = &shapes()[(seed + round) % 4];
-        let Some(mut lease) = pool.try_acquire(demand, 1 + ((seed * 5 + round * 3) % 11) as u64).unwrap()
-        else {
+        let Some(lease) = pool.try_acquire(demand, 1 + ((seed * 5 + round * 3) % 11) as u64).unwrap() else {
             continue;
         };
         match round % 3 {
@@ -44,6 +43,28 @@ fn acquire_and_release(pool: &Pool, seed: usize) {
             _ => drop(thread::Builder::new().spawn(move || drop(lease))),
         }
     }
+}
+
+#[test]
+fn threads_that_share_a_lease_give_each_token_back_once() {
+    in_time(|| {
+        let (pool, demand) = (pool(5), &shapes()[0]);
+        for _ in 0..200 {
+            let lease = pool.try_acquire(demand, 40).unwrap().unwrap();
+            let give_back = || {
+                let tokens = (0..40).filter(|&token| lease.release_token(token).is_ok()).count();
+                (tokens, usize::from(lease.release().is_ok()))
+            };
+            let sums = thread::scope(|scope| {
+                let workers: Vec<_> = (0..4).map(|_| scope.spawn(give_back)).collect();
+                let add = |sum: (usize, usize), one: (usize, usize)| (sum.0 + one.0, sum.1 + one.1);
+                workers.into_iter().map(|worker| worker.join().unwrap()).fold((0, 0), add)
+            });
+            assert!(sums.0 <= 40, "{} of 40 tokens were given back", sums.0);
+            assert_eq!((sums.1, lease.held()), (1, 0));
+            assert_eq!(pool.free_tokens_for(demand), pool.max_tokens_for(demand));
+        }
+    });
 }
 
 #[test]

@@ -12,12 +12,16 @@ from benches.bench_placement import expected
 from benches.compare_placement import (
     Comparison,
     Figure,
+    core_ratios,
     criterion_figures,
     markdown,
     put_between_marks,
+    python_figures,
+    python_ratios,
     ray_figures,
     service_figures,
     short_table,
+    thread_figures,
 )
 from benches.count_instructions import read, short
 from benches.heap_pool import Demand, HeapPool, Token
@@ -98,6 +102,41 @@ def test_the_table_holds_the_figures_and_judges_the_goals(tmp_path: Path) -> Non
     (goal,) = comparison.goals()
     assert (goal[1], goal[2]) == (400.0, False)
     assert "| ≥ 500 | 400 | not reached |" in text
+
+
+def test_what_is_close_is_judged_by_ratios_of_things_that_took_turns(tmp_path: Path) -> None:
+    def line(case: str, nodes: int, batch: int, contenders: dict[str, tuple[float, float]]) -> str:
+        listed = [
+            {"name": name, "nanoseconds": nanoseconds, "first_over_it": over}
+            for name, (nanoseconds, over) in contenders.items()
+        ]
+        return json.dumps({"case": case, "nodes": nodes, "batch": batch, "contenders": listed})
+
+    called = "touch, locked and handed out"
+    pool_two, pool_one = ("pool, two threads", (9.0, 1.0)), ("pool, one thread", (6.0, 1.5))
+    lock_two, lock_one = ("lock, two threads", (4.0, 2.2)), ("lock, one thread", (2.0, 4.5))
+    lines = [
+        "cargo's chatter",
+        line("over the limits", 1, 1, {"pool": (9, 1), "touch": (1, 9), "scan": (6, 1.4)}),
+        line("over the limits", 16, 64, {"pool": (6, 1), "touch": (2, 3.2), called: (3, 2.0)}),
+        line("over the limits", 256, 64, {"pool": (6, 1), "touch": (2, 2.9), called: (3, 2.1)}),
+        line("half full", 10_000, 64, {"10 000 nodes": (25, 1), "16 nodes": (10, 2.4)}),
+        line("two threads", 256, 64, dict([pool_two, pool_one, lock_two, lock_one])),
+    ]
+    ratios, python = tmp_path / "ratios.jsonl", tmp_path / "python.json"
+    ratios.write_text("\n".join(lines))
+    about = {"what": "heap over core", "nodes": 256, "batch": 1, "ratio": 19.0}
+    python.write_text(json.dumps({"benchmarks": [{"extra_info": about, "stats": {"median": 1.0}}]}))
+    assert list(python_figures(python)) == []
+    found = Comparison([*thread_figures(ratios)], [*core_ratios(ratios), *python_ratios(python)]).goals()
+    assert [(measured, reached) for _, measured, reached in found] == [
+        (3.2, False),  # the worst of the sizes, and not the one node
+        (2.1, True),
+        (2.4, True),
+        (1.4, True),
+        (19.0, True),
+        (1.5, False),
+    ]
 
 
 def test_what_callees_cost_is_counted_once() -> None:

@@ -28,7 +28,7 @@ impl State {
             return None;
         }
         let by = index.serial;
-        let mut tokens = vec![Held::default(); count];
+        let mut tokens: Vec<Held> = std::iter::repeat_with(Held::default).take(count).collect();
         if shape.is_nothing() {
             // A token leaves its node as free as it was, so the next one goes to the same node.
             for token in &mut tokens {
@@ -41,7 +41,7 @@ impl State {
             self.extras.take(token.node(), extras);
         }
         if self.has_log() {
-            self.record(at, &tokens);
+            self.record(at, tokens.iter().map(Held::node));
         }
         Some((by, Tokens::Many(tokens)))
     }
@@ -55,14 +55,14 @@ impl State {
             let index = &mut self.indexes[at].index;
             let mut has_left = false;
             if shape.is_nothing() {
-                for &token in tokens {
+                for token in tokens {
                     has_left |= index.give_one_back(&mut self.nodes, token);
                 }
             } else {
                 has_left = index.give_back(&mut self.nodes, tokens);
             }
             if self.has_log() {
-                self.record(at, tokens);
+                self.record(at, tokens.iter().map(Held::node));
             }
             has_left
         } else {

@@ -3,7 +3,8 @@
 //! A `Resource` is frozen, its mappings included, so its conversion is remembered by identity while a reference is held:
 //! the cache can never be wrong, and other types are never put into it.
 
-use std::sync::{Mutex, PoisonError};
+use std::cell::RefCell;
+use std::rc::Rc;
 
 use placement_core::{Budget, Demand, NodeSpec};
 use pyo3::prelude::*;
@@ -110,92 +111,83 @@ fn amounts(value: &Bound<'_, PyAny>, at: &str) -> PyResult<[f64; 3]> {
     Ok([number(value, at, "gpu")?, number(value, at, "cpu")?, number(value, at, "memory_gb")?])
 }
 
+/// A demand, and how many tokens of it a budget holds.
+pub(crate) struct Known {
+    pub(crate) demand: Demand,
+    pub(crate) tokens: u64,
+}
+
 struct Remembered {
     budget: Option<Py<PyAny>>,
     per_sample: Py<PyAny>,
-    demand: Demand,
-    tokens: u64,
+    known: Rc<Known>,
 }
 
-#[derive(Default)]
+impl Remembered {
+    fn is_of(&self, budget: Option<&Bound<'_, PyAny>>, per_sample: &Bound<'_, PyAny>) -> bool {
+        let is_same = match (&self.budget, budget) {
+            (Some(held), Some(budget)) => held.is(budget),
+            (None, None) => true,
+            _ => false,
+        };
+        is_same && self.per_sample.is(per_sample)
+    }
+}
+
 struct Slots {
     entries: Vec<Remembered>,
     next: usize,
 }
 
-/// Demands converted before.
-#[derive(Default)]
-pub(crate) struct DemandCache(Mutex<Slots>);
+thread_local! {
+    /// What this thread converted before: each thread has its own, so that none pays for a lock.
+    static SLOTS: RefCell<Slots> = const { RefCell::new(Slots { entries: Vec::new(), next: 0 }) };
+}
 
-impl DemandCache {
-    /// Reads the demand of `per_sample`.
-    pub(crate) fn with_demand<R>(
-        &self,
-        per_sample: &Bound<'_, PyAny>,
-        read: impl FnOnce(&Demand) -> R,
-    ) -> PyResult<R> {
-        self.find(None, per_sample, |demand, _| read(demand))
+impl Slots {
+    fn find(&self, budget: Option<&Bound<'_, PyAny>>, per_sample: &Bound<'_, PyAny>) -> Option<Rc<Known>> {
+        let found = self.entries.iter().find(|entry| entry.is_of(budget, per_sample))?;
+        Some(Rc::clone(&found.known))
     }
 
-    /// Reads the demand of `per_sample`, and how many tokens of it `budget` holds.
-    pub(crate) fn with_tokens<R>(
-        &self,
-        budget: &Bound<'_, PyAny>,
-        per_sample: &Bound<'_, PyAny>,
-        read: impl FnOnce(&Demand, u64) -> R,
-    ) -> PyResult<R> {
-        self.find(Some(budget), per_sample, read)
-    }
-
-    /// `read` must run no Python code, since the cache is locked meanwhile: a copy of the demand would cost more.
-    #[inline]
-    fn find<R>(
-        &self,
-        budget: Option<&Bound<'_, PyAny>>,
-        per_sample: &Bound<'_, PyAny>,
-        read: impl FnOnce(&Demand, u64) -> R,
-    ) -> PyResult<R> {
-        let is_same = |held: &Option<Py<PyAny>>| match (held, budget) {
-            (Some(held), Some(budget)) => held.is(budget),
-            (None, None) => true,
-            _ => false,
-        };
-        {
-            let slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            for known in &slots.entries {
-                if known.per_sample.is(per_sample) && is_same(&known.budget) {
-                    return Ok(read(&known.demand, known.tokens));
-                }
-            }
-        }
-        let py = per_sample.py();
-        let demand = demand_of(per_sample, "per_sample")?;
-        let tokens = match budget {
-            None => u64::MAX,
-            Some(budget) => {
-                budget_of(budget, "budget")?.tokens(&demand).map_err(|error| map(py, &error, "budget"))?
-            }
-        };
-        let result = read(&demand, tokens);
-        if is_frozen_resource(per_sample) && budget.is_none_or(is_frozen_resource) {
-            let budget = budget.map(|budget| budget.clone().unbind());
-            let entry = Remembered { budget, per_sample: per_sample.clone().unbind(), demand, tokens };
-            // Dropped after the lock is, since dropping a Python object may run code.
-            let _replaced = self.remember(entry);
-        }
-        Ok(result)
-    }
-
-    fn remember(&self, entry: Remembered) -> Option<Remembered> {
-        let mut slots = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if slots.entries.len() < REMEMBERED {
-            slots.entries.push(entry);
+    fn remember(&mut self, entry: Remembered) -> Option<Remembered> {
+        if self.entries.len() < REMEMBERED {
+            self.entries.push(entry);
             return None;
         }
-        let at = slots.next;
-        slots.next = (at + 1) % REMEMBERED;
-        Some(std::mem::replace(&mut slots.entries[at], entry))
+        let at = self.next;
+        self.next = (at + 1) % REMEMBERED;
+        Some(std::mem::replace(&mut self.entries[at], entry))
     }
+}
+
+/// The demand of `per_sample`, and how many tokens of it `budget` holds; without a budget there is no limit.
+#[inline]
+pub(crate) fn known(budget: Option<&Bound<'_, PyAny>>, per_sample: &Bound<'_, PyAny>) -> PyResult<Rc<Known>> {
+    match SLOTS.with_borrow(|slots| slots.find(budget, per_sample)) {
+        Some(known) => Ok(known),
+        None => convert(budget, per_sample),
+    }
+}
+
+#[cold]
+fn convert(budget: Option<&Bound<'_, PyAny>>, per_sample: &Bound<'_, PyAny>) -> PyResult<Rc<Known>> {
+    let demand = demand_of(per_sample, "per_sample")?;
+    let tokens = match budget {
+        None => u64::MAX,
+        Some(budget) => {
+            let fits = budget_of(budget, "budget")?.tokens(&demand);
+            fits.map_err(|error| map(per_sample.py(), &error, "budget"))?
+        }
+    };
+    let known = Rc::new(Known { demand, tokens });
+    if is_frozen_resource(per_sample) && budget.is_none_or(is_frozen_resource) {
+        let budget = budget.map(|budget| budget.clone().unbind());
+        let entry = Remembered { budget, per_sample: per_sample.clone().unbind(), known: Rc::clone(&known) };
+        // Dropped when the slots are no longer borrowed, since dropping a Python object may run code.
+        let _replaced = SLOTS.with_borrow_mut(|slots| slots.remember(entry));
+    }
+    Ok(known)
 }
 
 /// A node description, and what in it has a wrong type; those fields hold a harmless value instead.

@@ -2,11 +2,6 @@
 //!
 //! A token refers to its lease and never the other way round, so there are no cycles; the room is held until it is
 //! released or the lease and all token objects read from it are gone.
-//!
-//! Invariant: a lease's mutex is never held while Python code could run, which making an exception may (an import, a
-//! collection with its finalisers): whoever waits for the mutex waits with the interpreter's lock.
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
@@ -16,17 +11,13 @@ use crate::errors::map;
 /// The tokens of one batch, held until released or until the lease and its token objects are gone.
 #[pyclass(frozen, freelist = 64, module = "py_scheduler.placement")]
 pub(crate) struct Lease {
-    lease: Mutex<placement_core::Lease>,
+    lease: placement_core::Lease,
     per_sample: Py<PyAny>,
 }
 
 impl Lease {
     pub(crate) fn new(lease: placement_core::Lease, per_sample: &Bound<'_, PyAny>) -> Self {
-        Self { lease: Mutex::new(lease), per_sample: per_sample.clone().unbind() }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, placement_core::Lease> {
-        self.lease.lock().unwrap_or_else(PoisonError::into_inner)
+        Self { lease, per_sample: per_sample.clone().unbind() }
     }
 }
 
@@ -36,7 +27,7 @@ impl Lease {
     #[getter]
     fn tokens<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyList>> {
         let py = slf.py();
-        let len = slf.get().lock().len();
+        let len = slf.get().lease.len();
         let token = |index| Bound::new(py, PlacementToken { lease: slf.clone().unbind(), index });
         if len == 1 {
             return PyList::new(py, [token(0)?]);
@@ -53,17 +44,16 @@ impl Lease {
     /// Tokens not given back yet.
     #[getter]
     fn held(&self) -> usize {
-        self.lock().held()
+        self.lease.held()
     }
 
     /// Gives back what is still held. `LeaseError` the second time.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        let released = self.lock().release();
-        released.map_err(|error| map(py, &error, "lease"))
+        self.lease.release().map_err(|error| map(py, &error, "lease"))
     }
 
     fn __len__(&self) -> usize {
-        self.lock().len()
+        self.lease.len()
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -73,12 +63,11 @@ impl Lease {
     #[pyo3(signature = (exc_type, exc, traceback, /))]
     fn __exit__(&self, exc_type: &Bound<'_, PyAny>, exc: &Bound<'_, PyAny>, traceback: &Bound<'_, PyAny>) {
         let _ = (exc_type, exc, traceback);
-        self.lock().release_remainder();
+        self.lease.release_remainder();
     }
 
     fn __repr__(&self) -> String {
-        let lease = self.lock();
-        format!("<Lease of {} tokens, {} held>", lease.len(), lease.held())
+        format!("<Lease of {} tokens, {} held>", self.lease.len(), self.lease.held())
     }
 }
 
@@ -105,13 +94,13 @@ impl std::hash::Hash for PlacementToken {
 impl PlacementToken {
     #[getter]
     fn node_ip<'py>(&self, py: Python<'py>) -> Bound<'py, PyString> {
-        let name = self.lease.get().lock().with_node(self.index, |name| PyString::new(py, name));
+        let name = self.lease.get().lease.with_node(self.index, |name| PyString::new(py, name));
         name.unwrap_or_else(|| PyString::new(py, ""))
     }
 
     #[getter]
     fn gpu_ids(&self) -> Vec<u32> {
-        self.lease.get().lock().gpu_ids(self.index).unwrap_or_default()
+        self.lease.get().lease.gpu_ids(self.index).unwrap_or_default()
     }
 
     #[getter]
@@ -121,12 +110,12 @@ impl PlacementToken {
 
     #[getter]
     fn is_held(&self) -> bool {
-        self.lease.get().lock().is_held(self.index)
+        self.lease.get().lease.is_held(self.index)
     }
 
     /// Gives the room back. `LeaseError` the second time, or after the lease was released.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        let released = self.lease.get().lock().release_token(self.index);
+        let released = self.lease.get().lease.release_token(self.index);
         released.map_err(|error| map(py, &error, "token"))
     }
 

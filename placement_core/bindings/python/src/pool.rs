@@ -3,7 +3,7 @@
 use placement_core::{Placement, Pool};
 use pyo3::prelude::*;
 
-use crate::convert::{DemandCache, count, node, nodes};
+use crate::convert::{count, known, node, nodes};
 use crate::errors::{invalid_field, map};
 use crate::lease::Lease;
 use crate::views::{Explanation, NodeUsage};
@@ -12,7 +12,6 @@ use crate::views::{Explanation, NodeUsage};
 #[pyclass(frozen, module = "py_scheduler.placement")]
 pub(crate) struct PlacementPool {
     pool: Pool,
-    demands: DemandCache,
 }
 
 #[pymethods]
@@ -23,24 +22,26 @@ impl PlacementPool {
     fn new(nodes: &Bound<'_, PyAny>) -> PyResult<Self> {
         let specs = self::nodes(nodes)?;
         let pool = Pool::new(specs).map_err(|error| map(nodes.py(), &error, "nodes"))?;
-        Ok(Self { pool, demands: DemandCache::default() })
+        Ok(Self { pool })
     }
 
     /// Takes room for min(`max_tokens`, what of `per_sample` fits in budget) samples, all of them or None.
     ///
     /// Raises `UnplaceableError` when the budget does not hold one sample, `InvalidArgumentError` for bad numbers.
-    fn try_acquire_batch(
+    fn try_acquire_batch<'py>(
         &self,
-        budget: &Bound<'_, PyAny>,
-        per_sample: &Bound<'_, PyAny>,
-        max_tokens: &Bound<'_, PyAny>,
-    ) -> PyResult<Option<Lease>> {
+        budget: &Bound<'py, PyAny>,
+        per_sample: &Bound<'py, PyAny>,
+        max_tokens: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, Lease>>> {
         let max_tokens = count(max_tokens, "max_tokens")?;
-        let lease = self.demands.with_tokens(budget, per_sample, |demand, tokens| {
-            self.pool.try_acquire(demand, tokens.min(max_tokens))
-        })?;
-        let lease = lease.map_err(|error| map(per_sample.py(), &error, "max_tokens"))?;
-        Ok(lease.map(|lease| Lease::new(lease, per_sample)))
+        let known = known(Some(budget), per_sample)?;
+        // The object is made here at once: on the way through more hands its lease would be copied by each.
+        match self.pool.try_acquire(&known.demand, known.tokens.min(max_tokens)) {
+            Ok(Some(lease)) => Bound::new(per_sample.py(), Lease::new(lease, per_sample)).map(Some),
+            Ok(None) => Ok(None),
+            Err(error) => Err(map(per_sample.py(), &error, "max_tokens")),
+        }
     }
 
     /// Takes room that is already in use, also on draining nodes. `FailedPreconditionError` when it is not there.
@@ -56,25 +57,24 @@ impl PlacementPool {
             })?;
             placements.push(Placement::new(token.getattr("node_ip")?.extract::<String>()?, gpu_ids));
         }
-        let lease = self.demands.with_demand(per_sample, |demand| self.pool.adopt(demand, &placements))?;
-        let lease = lease.map_err(|error| map(py, &error, "tokens"))?;
-        Ok(Lease::new(lease, per_sample))
+        let lease = self.pool.adopt(&known(None, per_sample)?.demand, &placements);
+        Ok(Lease::new(lease.map_err(|error| map(py, &error, "tokens"))?, per_sample))
     }
 
     /// Tokens that the pool holds when empty, draining nodes left out. Never waits for an acquire.
     fn max_tokens_for(&self, per_sample: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.demands.with_demand(per_sample, |demand| self.pool.max_tokens_for(demand))
+        Ok(self.pool.max_tokens_for(&known(None, per_sample)?.demand))
     }
 
     /// Tokens that fit now.
     fn free_tokens_for(&self, per_sample: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.demands.with_demand(per_sample, |demand| self.pool.free_tokens_for(demand))
+        Ok(self.pool.free_tokens_for(&known(None, per_sample)?.demand))
     }
 
     /// Why n tokens fit or not, node by node.
     fn explain(&self, per_sample: &Bound<'_, PyAny>, n: &Bound<'_, PyAny>) -> PyResult<Explanation> {
         let wanted = count(n, "n")?;
-        self.demands.with_demand(per_sample, |demand| Explanation::new(self.pool.explain(demand, wanted)))
+        Ok(Explanation::new(self.pool.explain(&known(None, per_sample)?.demand, wanted)))
     }
 
     /// Every node with its supply and what is free.
