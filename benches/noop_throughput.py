@@ -1,6 +1,6 @@
 """What the scheduler itself costs: no-op tasks between a client process and a server process.
 
-    python benches/noop_throughput.py [--tasks 100000] [--journal on|off|both] [--json out.json] [--profile out.prof]
+    python -m benches.noop_throughput [--tasks 100000] [--journal on|off|both] [--json out.json] [--profile out.prof]
 
 Prints tasks per second, the server's CPU time per task, and how many times longer it took than bare grpc.aio moving the
 same frames in the same run. With `--journal both` it does so twice, one after the other, for the price of the journal,

@@ -1,6 +1,6 @@
 """Where a task's processor time goes: no-op tasks through the engine of a server, in this process and without gRPC.
 
-    python benches/task_cost.py [--rounds 60] [--journal on|off|both] [--by part|function] [--count]
+    python -m benches.task_cost [--rounds 60] [--journal on|off|both] [--by part|function] [--count]
 
 Each round submits TASKS tasks as they come from the wire and encodes every frame that a trainer would be sent. Printed
 are the least and the median processor time of a task over all rounds: of the event loop's thread, and of all threads.

@@ -103,10 +103,7 @@ class Ballast:
     def __init__(self, path: Path, size_bytes: int) -> None:
         self._path = path
         self._size_bytes = size_bytes
-
-    @property
-    def is_there(self) -> bool:
-        return not self._size_bytes or self._path.exists()
+        self.is_there = not size_bytes or path.exists()
 
     def lay(self) -> None:
         """Puts the room aside, when there is twice as much."""
@@ -118,6 +115,7 @@ class Ballast:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, self._size_bytes)
+            self.is_there = True
         except OSError:
             self.give_up()
         finally:
@@ -125,6 +123,7 @@ class Ballast:
 
     def give_up(self) -> None:
         self._path.unlink(missing_ok=True)
+        self.is_there = not self._size_bytes
 
 
 def torn_wal_pages(wal: Path) -> int:

@@ -167,6 +167,8 @@ class JournalStore:
             self.store_epoch, self.first_fencing_token = self._open_meta()
             self._checkpoint = self._read_checkpoint()
             self._digests = dict(self._database.execute("SELECT name, digest FROM snapshot"))
+            self._page_bytes = int(self._database.pragma("page_size"))
+            self._moved_pages = self._pages_written() - self._wal_file_bytes() // self._page_bytes
         except BaseException:
             self._database.close()
             raise
@@ -332,6 +334,13 @@ class JournalStore:
 
     @property
     def wal_bytes(self) -> int:
+        """Of the write-ahead log, what is still to be moved. Its file keeps its size when it begins anew."""
+        return (self._pages_written() - self._moved_pages) * self._page_bytes
+
+    def _pages_written(self) -> int:
+        return self._database.status(apsw.SQLITE_DBSTATUS_CACHE_WRITE)[0]
+
+    def _wal_file_bytes(self) -> int:
         try:
             return (self.path.parent / f"{self.path.name}-wal").stat().st_size
         except FileNotFoundError:
@@ -340,7 +349,9 @@ class JournalStore:
     def move_wal(self, *, truncate: bool = False) -> None:
         """Writes what the write-ahead log holds into the database, so that the log begins anew."""
         mode = apsw.SQLITE_CHECKPOINT_TRUNCATE if truncate else apsw.SQLITE_CHECKPOINT_PASSIVE
-        self._database.wal_checkpoint(mode=mode)
+        in_log, moved = self._database.wal_checkpoint(mode=mode)
+        if in_log == moved:  # A reader may have kept some.
+            self._moved_pages = self._pages_written()
 
     def shrink(self, pages: int) -> None:
         """Gives up to so many free pages back to the file system."""
@@ -349,7 +360,7 @@ class JournalStore:
     @property
     def free_bytes(self) -> int:
         """Of pages that hold nothing any more."""
-        return int(self._database.pragma("freelist_count")) * int(self._database.pragma("page_size"))
+        return int(self._database.pragma("freelist_count")) * self._page_bytes
 
     @property
     def snapshot_bytes(self) -> int:

@@ -1,6 +1,6 @@
-"""The one thread that writes the journal: commits in groups, then tidies up.
+"""The one thread that writes the journal: commits frame by frame, and tidies up in between.
 
-    inbox -> one frame of all that came in meanwhile -> commit (fsync) -> high-water mark -> reported, so acknowledged
+    inbox -> a draft becomes a frame -> commit (fsync) -> high-water mark -> reported, so acknowledged
 
 Invariants
   1. What comes in is done in order: a snapshot is written after the events that it counts in.
@@ -16,13 +16,13 @@ import logging
 import threading
 import time
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import apsw
 import msgspec
 
-from py_scheduler.adapters._journal_frames import make_frame
+from py_scheduler.adapters._journal_frames import Draft, framed
 from py_scheduler.adapters._journal_store import size_of
 from py_scheduler.domain.plain import words_of
 from py_scheduler.errors import JournalError
@@ -33,14 +33,10 @@ if TYPE_CHECKING:
     from py_scheduler.adapters._journal_files import Ballast, HighWater
     from py_scheduler.adapters._journal_retention import JournalLimits, Retention
     from py_scheduler.adapters._journal_store import JournalStore
-    from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.snapshots import Snapshot
 
 _log = logging.getLogger(__name__)
 
-_FRAME_EVENTS = 4_096
-_FRAME_BYTES = 4 << 20
-"""A frame is read as a whole, so it does not grow with the backlog."""
 _RETRY_SECONDS = 0.5
 _SILENT_SECONDS = 60.0
 _SHRINK_PAGES = 512
@@ -59,6 +55,12 @@ class SetCheckpoint(msgspec.Struct, frozen=True):
     forgotten: Sequence[str]
 
 
+class Unwritable(msgspec.Struct, frozen=True):
+    """What should have come here could not be made, so nothing behind it may be written either."""
+
+    error: Exception
+
+
 class _Look(msgspec.Struct, frozen=True):
     """Something may be discarded by now."""
 
@@ -67,7 +69,7 @@ class _Stop(msgspec.Struct, frozen=True):
     pass
 
 
-Item = list["EventRecord"] | PutSnapshots | SetCheckpoint | _Look | _Stop
+Item = Draft | PutSnapshots | SetCheckpoint | Unwritable | _Look | _Stop
 
 
 class _GaveUpError(Exception):
@@ -101,15 +103,18 @@ class JournalWriter:
         self._on_failure = on_failure
         self._at = at
         self._inbox: SimpleQueue[Item] = SimpleQueue()
-        self._set_aside: Item | None = None
         self._stopping = threading.Event()
         self._failure: Exception | None = None
         """Since when it cannot be written, or had to give up its ballast, why."""
         self._reported = self._acknowledged = 0
         self._silent_until = 0.0
-        self._is_broken = False
+        self.is_broken = False
+        """Whether it has failed for good: what it is given is dropped."""
         self._has_discarded = False
         """Anything since it could not be written."""
+        self._may_shrink = True
+        """Whether there may be free pages that nobody has looked for."""
+        self._clock_began = time.time() - time.monotonic()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self.oldest_sequence = store.checkpoint.anchor_sequence + 1
         self.wants_checkpoint = False
@@ -119,7 +124,7 @@ class JournalWriter:
         self._thread.start()
 
     def put(self, item: Item) -> None:
-        if not self._is_broken:  # What nobody will ever take would only pile up.
+        if not self.is_broken:  # What nobody will ever take would only pile up.
             self._inbox.put(item)
 
     def acknowledge(self, through_sequence: int) -> None:
@@ -137,8 +142,8 @@ class JournalWriter:
 
     def _run(self) -> None:
         try:
-            while type(item := self._take()) is not _Stop:
-                if type(item) is list:
+            while type(item := self._inbox.get()) is not _Stop:
+                if type(item) is Draft:
                     self._commit(item)
                 else:
                     self._do(item)
@@ -148,39 +153,25 @@ class JournalWriter:
             _log.error("the journal could not be written to the end: what was not acknowledged is lost")
         except Exception as error:  # noqa: BLE001 -- no disk's fault: trying again gives the same, and somebody must know
             _log.critical("the journal has failed and writes nothing any more", exc_info=error)
-            self._is_broken, self.wants_checkpoint = True, False
+            self.is_broken, self.wants_checkpoint = True, False
             reason = f"the journal has failed by a fault of its own: {words_of(error)}"
             self._on_failure(JournalError(reason))
 
-    def _take(self) -> Item:
-        """The next thing to do; events that came in one after the other are one thing."""
-        item, self._set_aside = self._set_aside or self._inbox.get(), None
-        if type(item) is not list:
-            return item
-        records = list(item)
-        while len(records) < _FRAME_EVENTS:
-            try:
-                more = self._inbox.get_nowait()
-            except Empty:
-                break
-            if type(more) is not list:
-                self._set_aside = more
-                break
-            records += more
-        return records
+    def _unix_seconds(self) -> float:
+        """Without the jumps that the wall clock has made since the start: they make nothing older."""
+        return self._clock_began + time.monotonic()
 
-    def _commit(self, records: list[EventRecord]) -> None:
-        for some in _frames_of(records):
-            frame, payload = make_frame(some, self._chain, time.time())
-            self._at("before_commit")
-            self._persist(partial(self._store.put_frame, frame, payload))
-            self._at("after_commit")
-            self._chain = frame.chain
-            self._persist(partial(self._high_water.write, self._store.store_epoch, frame.last_sequence, frame.chain))
-            self._retention.add(size_of(frame, len(payload)))
-            self._at("before_ack")
-            self._report(frame.last_sequence)
-            self._at("after_ack")
+    def _commit(self, draft: Draft) -> None:
+        frame = framed(draft, self._chain, self._unix_seconds())
+        self._at("before_commit")
+        self._persist(partial(self._store.put_frame, frame, draft.payload))
+        self._at("after_commit")
+        self._chain = frame.chain
+        self._persist(partial(self._high_water.write, self._store.store_epoch, frame.last_sequence, frame.chain))
+        self._retention.add(size_of(frame, len(draft.payload)))
+        self._at("before_ack")
+        self._report(frame.last_sequence)
+        self._at("after_ack")
 
     def _do(self, item: Item) -> None:
         if type(item) is PutSnapshots:
@@ -188,6 +179,9 @@ class JournalWriter:
         elif type(item) is SetCheckpoint:
             self._persist(partial(self._store.set_checkpoint, item.through_sequence, item.forgotten))
             self._retention.cover(item.through_sequence, self._store.snapshot_bytes)
+            self._may_shrink = True
+        elif type(item) is Unwritable:
+            raise item.error
 
     def _persist(self, write: Callable[[], None]) -> None:
         """Does it until it is done. Raises _GaveUpError when it is not, and the process ends."""
@@ -230,7 +224,7 @@ class JournalWriter:
             self._on_failure(self._failure)
 
     def _judge(self) -> None:
-        self._retention.acknowledge(self._acknowledged, time.time())
+        self._retention.acknowledge(self._acknowledged, self._unix_seconds())
         self.wants_checkpoint = self._retention.wants_checkpoint(is_short_of_room=self._failure is not None)
 
     # Tidying up, which may fail without harm
@@ -255,11 +249,13 @@ class JournalWriter:
                 self.oldest_sequence = last + 1
                 self._store.discard_frames(last)
                 self._retention.discarded(last)
-                self._has_discarded = True
+                self._has_discarded = self._may_shrink = True
                 if not is_short and not self._inbox.empty():
                     return
-            if self._store.free_bytes > _FREE_BYTES_KEPT:
-                self._store.shrink(_SHRINK_PAGES)
+            if self._may_shrink:
+                self._may_shrink = self._store.free_bytes > _FREE_BYTES_KEPT
+                if self._may_shrink:
+                    self._store.shrink(_SHRINK_PAGES)
 
     def _make_room(self) -> None:
         """Puts the ballast back once what was dropped has become room for files again; it is what dropping needs."""
@@ -286,15 +282,3 @@ class JournalWriter:
         with self._only_logged():
             self._high_water.sync()
             self._store.move_wal(truncate=True)
-
-
-def _frames_of(records: list[EventRecord]) -> Iterator[list[EventRecord]]:
-    """In portions of one frame each."""
-    start = size = 0
-    for end, record in enumerate(records):
-        size += record.size
-        if size > _FRAME_BYTES or end - start >= _FRAME_EVENTS:
-            if end > start:
-                yield records[start:end]
-            start, size = end, record.size
-    yield records[start:]

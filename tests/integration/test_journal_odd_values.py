@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from py_scheduler.adapters._journal_frames import make_frame
+from py_scheduler.adapters._journal_frames import draft_of
 from py_scheduler.adapters.sqlite_journal import SqliteJournal
 from py_scheduler.domain.evaluator import BaseAgent, Episode
 from py_scheduler.domain.requests import AbortRequest
@@ -97,7 +97,7 @@ def test_anything_that_looks_like_json_can_be_encoded(
     async def play() -> None:
         async with running_engine(spec_of(handler)) as harness:
             reply = await harness.submit([task_of()])
-            make_frame(await harness.records_until_done(reply), b"", 0.0)
+            draft_of(await harness.records_until_done(reply))
 
     asyncio.run(play())
 
@@ -123,7 +123,7 @@ async def test_a_journal_that_fails_by_itself_refuses_everything_and_lets_nobody
         def fails(*_: object) -> None:
             raise KeyError("of its own")
 
-        monkeypatch.setattr("py_scheduler.adapters._journal_writer.make_frame", fails)
+        monkeypatch.setattr("py_scheduler.adapters._journal_writer.framed", fails)
         for batch_id in ("under way", "later"):
             with pytest.raises(ResourceExhaustedError, match=r"KeyError.*of its own.*restart the server") as refused:
                 await harness.submit([task_of()], batch_id=batch_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from py_scheduler.adapters._journal_frames import bare_records_of, make_frame, records_of
+from py_scheduler.adapters._journal_frames import Frame, bare_records_of, draft_of, framed, records_of
 from py_scheduler.adapters.memory_journal import MemoryJournal
 
 if TYPE_CHECKING:
@@ -12,6 +12,14 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.snapshots import Snapshot
+
+
+class SurvivingJournal(MemoryJournal):
+    """Stays when its engine goes: to the next engine it is what a file is to the next process."""
+
+    @property
+    def is_durable(self) -> bool:
+        return True
 
 
 class Store(MemoryJournal):
@@ -38,11 +46,11 @@ class Store(MemoryJournal):
         """Samples without trajectories, from bytes, as the journal in files has them."""
         for record in self._records:
             if record.sequence > self.through:
-                yield bare_records_of(make_frame([record], b"", 0.0)[0])
+                yield bare_records_of(_written(record)[0])
 
     def whole(self) -> Iterator[Sequence[EventRecord]]:
         for record in self._records:
-            yield records_of(*make_frame([record], b"", 0.0))
+            yield records_of(*_written(record))
 
     def put_snapshots(self, snapshots: Sequence[Snapshot]) -> None:
         if self._may():
@@ -53,3 +61,9 @@ class Store(MemoryJournal):
             self.through = through_sequence
             for name in forgotten:
                 self.kept.pop(name, None)
+
+
+def _written(record: EventRecord) -> tuple[Frame, bytes]:
+    """A commit of its own, and its payload."""
+    draft = draft_of([record])
+    return framed(draft, b"", 0.0), draft.payload

@@ -6,16 +6,16 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from py_scheduler.adapters._journal_retention import JournalLimits
 from py_scheduler.adapters.sqlite_journal import SqliteJournal
 from py_scheduler.domain.events import AttemptEnded, EventRecord, TaskDone, approximate_size
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
 from py_scheduler.domain.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from py_scheduler.adapters._journal_retention import JournalLimits
     from py_scheduler.domain.events import JournalledEvent
 
 
@@ -75,8 +75,10 @@ class OpenJournal:
 
 
 @asynccontextmanager
-async def open_journal(folder: Path, limits: JournalLimits | None = None) -> AsyncIterator[OpenJournal]:
-    journal = SqliteJournal(folder) if limits is None else SqliteJournal(folder, limits)
+async def open_journal(
+    folder: Path, limits: JournalLimits | None = None, *, at: Callable[[str], None] = lambda _point: None
+) -> AsyncIterator[OpenJournal]:
+    journal = SqliteJournal(folder, limits or JournalLimits(), at=at)
     journal.open()
     opened = OpenJournal(journal)
     try:

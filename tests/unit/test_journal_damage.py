@@ -61,6 +61,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a zeroed event blob": lambda folder: edit(
         folder, "UPDATE frame SET events = zeroblob(length(events)) WHERE last_sequence = 9"
     ),
+    "a number where bytes were": lambda folder: edit(folder, "UPDATE frame SET events = 7 WHERE last_sequence = 9"),
     "a missing frame": lambda folder: edit(folder, "DELETE FROM frame WHERE last_sequence = 9"),
     "a missing payload": lambda folder: edit(folder, "DELETE FROM payload WHERE last_sequence = 9"),
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
 from py_scheduler.adapters._journal_retention import JournalLimits
+from py_scheduler.adapters._journal_store import DATABASE, JournalStore
 from py_scheduler.adapters.sqlite_journal import SqliteJournal
 from py_scheduler.domain.snapshots import Snapshot
 from py_scheduler.errors import CursorExpiredError, JournalError
@@ -52,6 +54,55 @@ async def test_events_that_come_together_are_one_commit(tmp_path: Path) -> None:
     await journal.close()
     assert sum(map(len, frames)) == 500
     assert len(frames) < 100
+
+
+async def test_what_is_appended_while_a_commit_is_under_way_is_the_next_commit(tmp_path: Path) -> None:
+    under_way, may_go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def at(point: str) -> None:
+        if point == "before_commit" and not may_go_on.is_set():
+            loop.call_soon_threadsafe(under_way.set)
+            may_go_on.wait()
+
+    async with open_journal(tmp_path, at=at) as opened, asyncio.timeout(20):
+        opened.append(done(1))
+        await under_way.wait()
+        for number in range(2, 21):
+            opened.append(ended(number, tokens=number))
+        may_go_on.set()
+        await opened.committed_through(20)
+        assert [record.sequence for record in await opened.read_all(1)] == list(range(2, 21))
+        opened.append(done(21))
+        opened.append(done(22))
+        opened.journal.put_snapshots([Snapshot("a", 22, b"counts both in")])
+        await opened.committed_through(22)
+    journal = SqliteJournal(tmp_path)
+    journal.open()
+    frames = [[record.sequence for record in records] for records in journal.replay()]
+    await journal.close()
+    assert frames == [[1], list(range(2, 21)), [21], [22]]
+
+
+async def test_the_log_is_moved_when_it_is_full_and_not_with_every_commit_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = 0
+    move = JournalStore.move_wal
+
+    def counting(store: JournalStore, *, truncate: bool = False) -> None:
+        nonlocal moves
+        moves += not truncate
+        move(store, truncate=truncate)
+
+    monkeypatch.setattr(JournalStore, "move_wal", counting)
+    log = tmp_path / f"{DATABASE}-wal"
+    async with open_journal(tmp_path, JournalLimits(wal_bytes=1 << 20, ballast_bytes=0)) as opened:
+        for number in range(1, 201):
+            await opened.commit(ended(number, tokens=4_000))
+        log_bytes = log.stat().st_size
+    assert 4 <= moves <= 20, "200 commits of some 5 pages each: 16 MiB in a log of 1 MiB"
+    assert log_bytes < 2 << 20
 
 
 async def test_two_never_share_a_store(tmp_path: Path) -> None:
