@@ -107,7 +107,7 @@ impl State {
     #[inline(never)]
     fn take(&mut self, at: usize, count: usize) -> Vec<Held> {
         // Written twice, which costs less than asking for each token whether the list must grow.
-        let mut tokens: Vec<Held> = std::iter::repeat_with(Held::default).take(count).collect();
+        let mut tokens: Vec<Held> = std::iter::repeat_with(Held::nothing).take(count).collect();
         self.indexes[at].index.take(&mut self.nodes, &mut tokens);
         if self.has_log() {
             self.record(at, tokens.iter().map(Held::node));

@@ -19,7 +19,7 @@ use crate::state::State;
 const GIVEN_BACK: u32 = u32::MAX;
 
 /// One token as the pool keeps it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Held {
     /// Node and info as one number: what is written in halves and read as a whole soon after stalls the processor.
     at: AtomicU64,
@@ -28,6 +28,12 @@ pub(crate) struct Held {
 }
 
 impl Held {
+    /// Stands where a token will be written. Not zero: zeroed memory is asked of `calloc`, and glibc's takes no block from
+    /// those that its thread just gave back.
+    pub(crate) const fn nothing() -> Self {
+        Self { at: AtomicU64::new(u64::MAX), gpus: u64::MAX }
+    }
+
     #[inline]
     pub(crate) const fn new(node: u32, info: u32, gpus: u64) -> Self {
         Self { at: AtomicU64::new((info as u64) << 32 | node as u64), gpus }

@@ -28,7 +28,7 @@ impl State {
             return None;
         }
         let by = index.serial;
-        let mut tokens: Vec<Held> = std::iter::repeat_with(Held::default).take(count).collect();
+        let mut tokens: Vec<Held> = std::iter::repeat_with(Held::nothing).take(count).collect();
         if shape.is_nothing() {
             // A token leaves its node as free as it was, so the next one goes to the same node.
             for token in &mut tokens {
