@@ -74,6 +74,7 @@ class Admission:
             shares=self._shares,
             wants=self._wants,
             is_capped=self._is_capped,
+            can_fit=self._can_fit,
         )
         self._wake = asyncio.Event()
         self._slots_out = 0
@@ -276,6 +277,10 @@ class Admission:
         namespace = entry.flow[0]
         quota = self._quotas.of(namespace).max_running_samples
         return quota is not None and self._shares.tokens_of(namespace) + self._tokens_at_once(entry) > quota
+
+    def _can_fit(self, entry: ReadyEntry) -> bool:
+        """Whether the nodes that there are could hold it: some may have been lost since it was let in."""
+        return self._pool is None or self._tokens_at_once(entry) <= self._pool.max_tokens_for(self._sample_of(entry))
 
     def _demand_of(self, spec: EvaluatorSpec) -> Resource:
         demand = self._demands.get(spec.evaluator_id)

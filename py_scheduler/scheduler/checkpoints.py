@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import Journal
     from py_scheduler.domain.snapshots import Snapshot
     from py_scheduler.scheduler.event_log import EventLog
-    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.ledger_state import LedgerState
     from py_scheduler.scheduler.records import SubmissionRecord
 
 _TASKS_A_TURN = 1_000
@@ -35,7 +35,7 @@ _RELEASED_BYTES_WORTH_A_CHECKPOINT = 16 << 20
 """Of results that nobody will ask for again; their snapshots are still there."""
 
 
-def forgotten_among(names: Iterable[str], ledger: Ledger) -> list[str]:
+def forgotten_among(names: Iterable[str], ledger: LedgerState) -> list[str]:
     """The snapshots that nothing is left of."""
     submissions = ledger.submissions()
     live = {SERVICE, *(submission.submission_id for submission in submissions)}
@@ -43,7 +43,7 @@ def forgotten_among(names: Iterable[str], ledger: Ledger) -> list[str]:
     return [name for name in names if name not in live]
 
 
-def snapshots_of(submission: SubmissionRecord, ledger: Ledger, written: Mapping[str, int]) -> Iterator[Snapshot]:
+def snapshots_of(submission: SubmissionRecord, ledger: LedgerState, written: Mapping[str, int]) -> Iterator[Snapshot]:
     """Its own behind those of the results that have none yet."""
     for result in submission.kept.results():
         if not written.get(result.task_id):
@@ -54,7 +54,7 @@ def snapshots_of(submission: SubmissionRecord, ledger: Ledger, written: Mapping[
 class Checkpoints:
     """Takes a checkpoint whenever that is worth while."""
 
-    def __init__(self, journal: Journal, ledger: Ledger, event_log: EventLog) -> None:
+    def __init__(self, journal: Journal, ledger: LedgerState, event_log: EventLog) -> None:
         self._journal = journal
         self._ledger = ledger
         self._event_log = event_log

@@ -4,7 +4,8 @@ Invariants
   1. What a call is told, it is told after the journal has it; the same request id is told the same until it is
      acknowledged, also by a call that was waiting at the same time.
   2. A wait ends by itself: when all is done, when enough is, or at its timeout. It never raises for that.
-  3. A call that is given up before it was answered has handed out nothing.
+  3. A call that is given up before it was answered has handed out nothing. Sent again it tells what it had stopped by
+     then, and stops nothing besides; only the end of this process forgets that.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ import msgspec
 from py_scheduler.domain.collecting import CollectReply, CollectRequest, UnfinishedTask
 from py_scheduler.domain.limits import MAX_UNFINISHED_SHOWN, check_collect
 from py_scheduler.domain.results import AttemptState
-from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from py_scheduler.scheduler.commands import AcknowledgeResults, CollectResults, DiscardResults
 from py_scheduler.scheduler.intake import discard_digest
-from py_scheduler.scheduler.kept_results import why_incomplete
-from py_scheduler.scheduler.lookup import find_submission
+from py_scheduler.scheduler.kept_results import leaves_result, why_incomplete
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
+
+_KEPT_PARTINGS = 100
+"""Of calls that were given up while they stopped tasks: not all are sent again."""
 
 
 class StopAndWait(Protocol):
@@ -71,6 +73,8 @@ class Collector:
         self._clock = clock
         self._wait_after_min_seconds = settings.wait_after_min_seconds
         self._stop_and_wait = stop_and_wait
+        self._partings: dict[tuple[str, str], _Parting] = {}
+        """By namespace and request id, of calls that stop tasks, until they are answered."""
 
     async def collect(self, request: CollectRequest) -> CollectReply:
         """Of tasks that were submitted with `Delivery.COLLECT`: waits as the request says, and hands out what is there
@@ -81,25 +85,29 @@ class Collector:
         """
         if violations := tuple(check_collect(request)):
             raise InvalidArgumentError(violations)
-        submission = self._find(request)
+        submission = self._ledger.find(request)
         if (known := self._known(request, submission)) is not None:
             return await self._answer(known, request)
         if submission is None:
             name = request.submission_id or request.batch_id
             return CollectReply(warnings=(f"no submission is known as {name!r}: there is nothing to collect",))
         warnings = self._clamped(request, submission)
-        ending = await self._wait(request, submission)
-        if (known := self._known(request, submission)) is not None:
-            return await self._answer(known, request)
-        unfinished = await self._part_with(request, submission, ending)
+        if (parting := self._parting(request, submission)) is None:
+            ending = await self._wait(request, submission)
+            if (known := self._known(request, submission)) is not None:
+                return await self._answer(known, request)
+            parting = self._parting(request, submission) or self._part(request, submission, ending)
+        submission = parting.submission
+        unfinished = await self._stopped(request, parting)
         if len(unfinished) > MAX_UNFINISHED_SHOWN:
             warnings += (f"{len(unfinished)} tasks are unfinished: {MAX_UNFINISHED_SHOWN} of them are named",)
         reply = CollectReply(
             submission_id=submission.submission_id,
             unfinished=tuple(unfinished[:MAX_UNFINISHED_SHOWN]),
-            is_timed_out=ending.is_timeout,
+            is_timed_out=parting.ending.is_timeout,
             warnings=warnings,
         )
+        self._partings.pop((request.namespace, request.request_id), None)
         if (known := self._known(request, submission)) is None:
             known = self._hand_out(request, submission, reply)
         if known is None:
@@ -126,7 +134,7 @@ class Collector:
         Raises NotFoundError, AlreadyExistsError when the request_id is another call's.
         """
         digest = discard_digest(selector) if request_id else b""
-        is_new = self._ledger.repeated(selector.namespace, request_id, digest) is None
+        is_new = self._ledger.requests.repeated(selector.namespace, request_id, digest) is None
         if not is_new or self._forget(selector, request_id, digest):
             await self._event_log.wait_committed(self._ledger.last_sequence)
 
@@ -138,16 +146,9 @@ class Collector:
 
     def _forget(self, selector: SubmissionSelector, request_id: str, request_digest: bytes) -> bool:
         """Whether there is anything to write down."""
-        submission = find_submission(self._ledger, selector)
+        submission = self._ledger.require(selector)
         command = DiscardResults(submission.submission_id, self._clock.unix_time(), request_id, request_digest)
         return bool(self._recorder.record(command, submission.key.namespace))
-
-    def _find(self, request: CollectRequest) -> SubmissionRecord | None:
-        if request.submission_id:
-            submission = self._ledger.submission(request.submission_id)
-            return submission if submission and submission.key.namespace == request.namespace else None
-        assert request.batch_id is not None
-        return self._ledger.submission_of_key(SubmissionKey(request.batch_id, request.namespace))
 
     def _known(self, request: CollectRequest, submission: SubmissionRecord | None) -> CollectedSet | None:
         """What this request id was told already."""
@@ -156,13 +157,15 @@ class Collector:
             return None
         owner = self._ledger.submission(known.submission_id)
         assert owner is not None
-        # A drained batch_id may have been used again before this call was repeated: it means the one that it had meant.
-        is_same = request.batch_id == owner.key.batch_id if request.batch_id is not None else owner is submission
-        if not is_same:
-            raise AlreadyExistsError(
-                f"request_id {request.request_id!r} collected another submission: send a fresh request_id"
-            )
+        _check_same(request, submission, owner)
         return known
+
+    def _parting(self, request: CollectRequest, submission: SubmissionRecord) -> _Parting | None:
+        """What this request id is stopping already."""
+        parting = self._partings.get((request.namespace, request.request_id))
+        if parting is not None:
+            _check_same(request, submission, parting.submission)
+        return parting
 
     async def _answer(self, known: CollectedSet, request: CollectRequest) -> CollectReply:
         await self._event_log.wait_committed(self._ledger.last_sequence)
@@ -236,24 +239,32 @@ class Collector:
             if not listeners[submission_id]:
                 del listeners[submission_id]
 
-    async def _part_with(
-        self, request: CollectRequest, submission: SubmissionRecord, ending: _Ending
-    ) -> list[UnfinishedTask]:
-        """Stops what is not finished, if that is wanted; the tasks that leave no result."""
-        tasks = [task for task in submission.open_tasks.values() if task.staged is not None]
-        is_stopped = request.clear_unfinished and bool(tasks)
-        if is_stopped:
+    def _part(self, request: CollectRequest, submission: SubmissionRecord, ending: _Ending) -> _Parting:
+        """With what is not finished."""
+        tasks = tuple([task for task in submission.open_tasks.values() if task.staged is not None])
+        parting = _Parting(submission, tasks, request.clear_unfinished and bool(tasks), ending)
+        if parting.is_stop:
+            self._partings[request.namespace, request.request_id] = parting
+            if len(self._partings) > _KEPT_PARTINGS:
+                del self._partings[next(iter(self._partings))]
+        return parting
+
+    async def _stopped(self, request: CollectRequest, parting: _Parting) -> list[UnfinishedTask]:
+        """Stops what is to be stopped; the tasks that leave no result."""
+        submission = parting.submission
+        if parting.is_stop:
             await self._stop_and_wait(
                 submission,
-                tuple([task.task_id for task in tasks]),
-                ending.reason,
+                tuple([task.task_id for task in parting.tasks]),
+                parting.ending.reason,
                 keeps_results=request.include_partial,
-                restarts_runners=ending.is_timeout,
+                restarts_runners=parting.ending.is_timeout,
             )
+        # What has left a result meanwhile may have been taken by another call.
         return [
-            _unfinished(task, is_stopped=is_stopped)
-            for task in tasks
-            if task.task_id not in submission.kept.collectable
+            _unfinished(task, is_stopped=parting.is_stop)
+            for task in parting.tasks
+            if task.task_id in submission.open_tasks or not leaves_result(task)
         ]
 
     def _hand_out(
@@ -277,6 +288,27 @@ class _Ending(msgspec.Struct, frozen=True):
 
     reason: str
     is_timeout: bool = False
+
+
+class _Parting(msgspec.Struct, frozen=True):
+    """The tasks that a call does not wait for any longer, and why. is_stop: whether they are stopped."""
+
+    submission: SubmissionRecord
+    tasks: tuple[TaskRecord, ...]
+    is_stop: bool
+    ending: _Ending
+
+
+def _check_same(request: CollectRequest, submission: SubmissionRecord | None, owner: SubmissionRecord) -> None:
+    """Whether a request means the submission that its id collected before.
+
+    A drained batch_id may have been used again before a call was repeated: it means the one that it had meant.
+    """
+    is_same = request.batch_id == owner.key.batch_id if request.batch_id is not None else owner is submission
+    if not is_same:
+        raise AlreadyExistsError(
+            f"request_id {request.request_id!r} collected another submission: send a fresh request_id"
+        )
 
 
 def _unfinished(task: TaskRecord, *, is_stopped: bool) -> UnfinishedTask:

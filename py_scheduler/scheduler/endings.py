@@ -15,7 +15,7 @@ from py_scheduler.domain.events import AttemptEnded, AttemptRef, Event, StopCaus
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.execution.outcomes import classify_termination
 from py_scheduler.scheduler.commands import EndAttempt, ScoreGroup, StopTasks
-from py_scheduler.scheduler.records import SubTaskRecord, TaskRecord
+from py_scheduler.scheduler.records import WAITING, SubTaskRecord, TaskRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # every sample.
 _SUCCEEDED: Final = AttemptState.SUCCEEDED
 _TASK_SUCCEEDED: Final = TaskState.SUCCEEDED
-WAITING = (AttemptState.QUEUED, AttemptState.LEASED)
 _RECOVERING = frozenset({Outcome.INFRA_CONN, Outcome.INFRA_SANDBOX})
 _TRIED_AGAIN = frozenset({AttemptState.FAILED, AttemptState.TIMED_OUT, AttemptState.LOST})
 

@@ -53,12 +53,7 @@ from py_scheduler.scheduler.ledger import Ledger
 from py_scheduler.scheduler.quotas import IntakeLimits, Quotas
 from py_scheduler.scheduler.recorded_weights import RecordedWeights
 from py_scheduler.scheduler.recorder import Recorder
-from py_scheduler.scheduler.restore import (
-    collector_at_rest,
-    open_batches,
-    restore,
-    unscored_groups,
-)
+from py_scheduler.scheduler.restore import collector_at_rest, open_batches, restore, unscored_groups
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.staleness_gate import StalenessGate
 from py_scheduler.scheduler.stops import Stops
@@ -76,9 +71,10 @@ if TYPE_CHECKING:
     from py_scheduler.domain.runners import RunnerView
     from py_scheduler.domain.task import Batch
     from py_scheduler.execution.attempt import PlannedAttempt
-    from py_scheduler.execution.runner import Runner
+    from py_scheduler.execution.runner import Runners
     from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.dynamic_timeout import TrainingHistory
+    from py_scheduler.scheduler.ledger_state import LedgerState
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +97,7 @@ class Engine:
         default_sampling: SamplingParams = SamplingParams(),
         default_stopping: StoppingCriteria = StoppingCriteria(),
         api_front: ApiFront | None = None,
-        runners: Mapping[str, Runner] | None = None,
+        runners: Mapping[str, Runners] | None = None,
         namespaces: Mapping[str, NamespaceSettings] = {},
     ) -> None:
         """runners: by evaluator_id; evaluators without one run in this loop. namespaces: what each weighs and may hold;
@@ -127,13 +123,7 @@ class Engine:
         runners = runners or {}
         self._runners = tuple(dict.fromkeys(runners.values()))  # One may be several evaluators'.
         self._supervisor = Supervisor(
-            self._recorder,
-            services,
-            settings,
-            runners,
-            self._requeue,
-            self._slot_returned,
-            self._room_is_stranded,
+            self._recorder, services, settings, runners, self._requeue, self._slot_returned, self._room_is_stranded
         )
         self.quotas = Quotas(namespaces)
         launch = self._supervisor.launch
@@ -147,6 +137,8 @@ class Engine:
         self._exit = AsyncExitStack()
         self._journal_is_taken = False
         self.is_running = False
+        self.stranded_workers = 0
+        """After the exit: workers whose handlers would not end; only the end of the process stops them."""
 
     async def open_journal(self, stack: AsyncExitStack) -> None:
         """Takes the store, also before the engine starts; it is closed at the end of `stack`. Raises JournalError."""
@@ -200,9 +192,6 @@ class Engine:
         for record in unscored_groups(self._ledger):
             self._supervisor.groups.score(record, self._intake.spec_of(record.task))
 
-    stranded_workers = 0
-    """After the exit: workers whose handlers would not end; only the end of the process stops them."""
-
     # Tasks in
 
     async def submit(self, request: SubmitRequest, batches: Sequence[Batch] | None = None) -> SubmitReply:
@@ -225,7 +214,7 @@ class Engine:
         plan = self._intake.plan(request, batches)
         digest = request_digest(request)
         key, keeps_results = request.key, request.delivery is Delivery.COLLECT
-        if self._ledger.request(key.namespace, request.request_id) is None:
+        if self._ledger.requests.find(key.namespace, request.request_id) is None:
             self._event_log.check_writable()
             if self._admission.is_stopped:
                 raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
@@ -248,7 +237,7 @@ class Engine:
                 self._stops.arm_deadlines(records)
                 for spec, attempts in waiting_attempts(plan, records, self._clock.monotonic()):
                     self._admission.enqueue(spec, attempts)
-        answered = self._ledger.request(key.namespace, request.request_id)
+        answered = self._ledger.requests.find(key.namespace, request.request_id)
         assert answered is not None
         return SubmitReply(
             submission_id=answered.submission_id,
@@ -327,8 +316,8 @@ class Engine:
         return self._intake.specs
 
     @property
-    def ledger(self) -> Ledger:
-        """The facts, for whoever shows them in another shape; nobody but this engine changes them."""
+    def ledger(self) -> LedgerState:
+        """The facts, for whoever shows them in another shape."""
         return self._ledger
 
     @property

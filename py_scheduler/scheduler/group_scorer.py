@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.play import absorb_cancellation
-from py_scheduler.execution.runner import INLINE, Runner, Seat
+from py_scheduler.execution.runner import INLINE, Runners, Seat
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.commands import ScoreGroup
 from py_scheduler.scheduler.deadlines import Deadlines
@@ -71,9 +71,9 @@ class GroupScore:
 
     async def _take_seat(self, worker: Worker) -> Seat | None:
         """None when it was stopped meanwhile: the stop is meant for the group, not for its worker."""
-        runner = self._scorer.runners.get(self.spec.evaluator_id, INLINE)
+        runners = self._scorer.runners.get(self.spec.evaluator_id, INLINE)
         try:
-            return runner.standing_seat or await runner.take_seat(None)
+            return runners.standing_seat or await runners.take_seat(None)
         except asyncio.CancelledError:
             if worker.is_closing or not self.is_stopped:
                 raise
@@ -89,7 +89,7 @@ class GroupScorer:
         recorder: Recorder,
         clock: Clock,
         settings: EngineSettings,
-        runners: Mapping[str, Runner],
+        runners: Mapping[str, Runners],
         on_stopped: Callable[[], None],
     ) -> None:
         self.runners = runners

@@ -2,7 +2,8 @@
 
 Invariants
   1. A task that is to be collected is open, or has one result kept, or left none because it was stopped on request.
-  2. A result is collectable or in exactly one collected set. A set is kept until it is acknowledged or discarded.
+  2. A result is collectable or in exactly one collected set. A set is kept until it is acknowledged or discarded; so
+     is what a call stopped, although it was handed out nothing.
   3. `kept_bytes` is what both hold, about, of all submissions.
 """
 
@@ -55,12 +56,15 @@ class KeptResults:
     # Decisions
 
     def decide_collect(self, command: CollectResults) -> list[Event]:
-        submission = self._submissions[command.submission_id]
+        submission = self._submissions.get(command.submission_id)
+        if submission is None:  # All was taken by others meanwhile, and so it was forgotten.
+            return []
         task_ids = tuple(itertools.islice(submission.kept.collectable, command.max_num))
-        if not task_ids or self.collected(submission.key.namespace, command.request_id) is not None:
+        changes_nothing = not task_ids and not any(task.is_stopped for task in command.unfinished)
+        if changes_nothing or self.collected(submission.key.namespace, command.request_id) is not None:
             return []
         kept = submission.kept
-        is_the_rest = not submission.open_tasks and len(task_ids) == len(kept.collectable)
+        is_the_rest = bool(task_ids) and not submission.open_tasks and len(task_ids) == len(kept.collectable)
         is_whole = is_the_rest and kept.returned_tasks + len(task_ids) == kept.scheduled_tasks
         return [
             ResultsCollected(
@@ -124,7 +128,7 @@ class KeptResults:
         staged, submission = task.staged, task.submission
         assert staged is not None
         submission.kept.open_tasks -= 1
-        if not staged.keeps_result or (task.stop_cause is StopCause.REQUEST and not task.succeeded_samples):
+        if not leaves_result(task):
             return
         result = submission.kept.collectable[task.task_id] = _result(task, staged, done)
         self._count(submission, result_size(result))
@@ -177,6 +181,13 @@ class KeptResults:
             self.released_bytes -= size
         submission.kept.size += size
         self.kept_bytes += size
+
+
+def leaves_result(task: TaskRecord) -> bool:
+    """Whether a task that is to be collected has a result in its end: not if it was stopped and is to leave none."""
+    assert task.staged is not None
+    was_stopped = task.stop_cause is StopCause.REQUEST
+    return task.staged.keeps_result and not (was_stopped and not task.succeeded_samples)
 
 
 def stage(staged: StagedResult, subtask: SubTaskRecord, event: AttemptEnded) -> None:

@@ -80,6 +80,7 @@ class LeaseDesk:
         self._admission = admission
         self._clock = clock
         self._quotas = quotas
+        self._has_fixed_nodes = settings.has_fixed_nodes
         self._max_pending = settings.max_pending_claims
         self._retained = settings.retained_claims
         self._claims: dict[str, Claim] = {}
@@ -195,7 +196,7 @@ class LeaseDesk:
         # In this order: a faulty sample is told of as such, not as the budget that is made of it.
         capacity = pool.max_tokens_for(demand.per_sample)
         tokens = _tokens_wanted(demand)
-        if tokens > capacity:
+        if tokens > capacity and self._has_fixed_nodes:
             raise UnplaceableError(
                 f"the lease needs {tokens} tokens, the pool can give {capacity} even when empty: lower max_tokens, "
                 "ask for less per sample, or add nodes"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.task import Task
     from py_scheduler.scheduler.event_log import EventLog
-    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.ledger_state import LedgerState
     from py_scheduler.scheduler.settings import EngineSettings
 
 _RETRY_AFTER_SECONDS = 1.0
@@ -77,7 +77,7 @@ class Quotas:
 class IntakeLimits:
     """What may be open, unread or kept when more tasks come."""
 
-    def __init__(self, quotas: Quotas, ledger: Ledger, event_log: EventLog, settings: EngineSettings) -> None:
+    def __init__(self, quotas: Quotas, ledger: LedgerState, event_log: EventLog, settings: EngineSettings) -> None:
         self._quotas = quotas
         self._ledger = ledger
         self._event_log = event_log

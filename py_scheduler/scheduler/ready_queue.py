@@ -6,7 +6,8 @@ rest of its namespace. An entry that was refused blocks its shape: entries of th
 passed over until something is released, so that a wake is not a scan. Entries that fit may overtake a blocked head, but
 only `max_bypass` times; from then on nothing behind it is offered until it is admitted.
 Those of another flow or namespace may not once the head is due before all of them, unless they want other room. A
-namespace that is at its quota is passed over as if it did not wait.
+namespace that is at its quota is passed over as if it did not wait, and a head for which there are no longer nodes
+enough holds nobody back.
 
 Invariants: every claim in the queue is pending (whoever ends one removes it). A batch may hold attempts that have been
 ended meanwhile: looking through a long queue for them would hold the loop, so they are found when it is offered.
@@ -69,6 +70,7 @@ class ReadyQueue:
 
     competes: whether an entry would take room that a waiting head could use. wants: the demand of one of its tokens,
     and how many it takes at once. is_capped: whether its namespace's quota keeps it from being admitted.
+    can_fit: whether it would fit if everything else were released.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ReadyQueue:
         shares: Shares | None = None,
         wants: Callable[[ReadyEntry], tuple[Resource | None, int]] = _wants_its_cost,
         is_capped: Callable[[ReadyEntry], bool] = lambda _entry: False,
+        can_fit: Callable[[ReadyEntry], bool] = lambda _entry: True,
     ) -> None:
         self.max_bypass = max_bypass
         self.policy = policy
@@ -91,6 +94,7 @@ class ReadyQueue:
         self._competes = competes
         self.wants = wants
         self.is_capped = is_capped
+        self._can_fit = can_fit
         self._tells_evals_apart = policy.tells_evals_apart
         self._blocked: dict[Hashable, int] = {}
         """The least count that was refused of each demand since the last release."""
@@ -233,10 +237,10 @@ class ReadyQueue:
     def _may_go(self, owed: list[ReadyEntry], entry: ReadyEntry) -> bool:
         if self._is_blocked(entry.shape) or self.is_capped(entry):
             return False
-        return not (self.holds_back and any(self._competes(entry, head) for head in owed))
+        return not (self.holds_back and any(self._competes(entry, head) and self._can_fit(head) for head in owed))
 
     def _holds_back(self, head: ReadyEntry) -> bool:
-        return self.holds_back and head.bypassed >= self.max_bypass
+        return self.holds_back and head.bypassed >= self.max_bypass and self._can_fit(head)
 
     def is_overdue(self, entry: ReadyEntry, now: float) -> bool:
         """Whether it has waited so long that it goes before what has not, in its namespace."""

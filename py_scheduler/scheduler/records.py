@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -15,6 +15,9 @@ from py_scheduler.domain.task import SubmissionKey, Task, sort_batch_id
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+WAITING: Final = (AttemptState.QUEUED, AttemptState.LEASED)
+"""The states of an attempt that is still to be started."""
+LIVE: Final = (AttemptState.RUNNING, *WAITING)
 _MAX_DIGITS = 18
 
 

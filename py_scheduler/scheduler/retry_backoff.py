@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.ports import Clock
     from py_scheduler.execution.attempt import PlannedAttempt
-    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.ledger_state import LedgerState
     from py_scheduler.scheduler.settings import EngineSettings
 
 
@@ -30,7 +30,7 @@ class RetryBackoff:
     is_over = False
     """Told of its end in any case: it is to be forgotten then."""
 
-    def __init__(self, ledger: Ledger, spec: EvaluatorSpec, attempt: PlannedAttempt, ends_at: float) -> None:
+    def __init__(self, ledger: LedgerState, spec: EvaluatorSpec, attempt: PlannedAttempt, ends_at: float) -> None:
         self._ledger = ledger
         self.spec = spec
         self.attempt = attempt
@@ -52,7 +52,7 @@ class RetryBackoffs:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: LedgerState,
         clock: Clock,
         settings: EngineSettings,
         requeue: Callable[[EvaluatorSpec, list[PlannedAttempt]], None],

@@ -40,14 +40,14 @@ from py_scheduler.scheduler.service_facts import ServiceFacts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.ledger_state import LedgerState
 
 _VERSION = 2
 _READABLE = (1, _VERSION)
 """In 1 a submission kept no results."""
 
 
-class _TaskState(msgspec.Struct, array_like=True, gc=False):
+class _TaskImage(msgspec.Struct, array_like=True, gc=False):
     number: int
     task: Task
     accepted_unix_seconds: float
@@ -63,7 +63,7 @@ class _TaskState(msgspec.Struct, array_like=True, gc=False):
     accepted_at: Moment | None = None
 
 
-class _SetState(msgspec.Struct, array_like=True, gc=False):
+class _SetImage(msgspec.Struct, array_like=True, gc=False):
     """A `CollectedSet`."""
 
     task_ids: list[str]
@@ -72,7 +72,7 @@ class _SetState(msgspec.Struct, array_like=True, gc=False):
     is_timed_out: bool
 
 
-class _KeptState(msgspec.Struct, array_like=True, gc=False):
+class _KeptImage(msgspec.Struct, array_like=True, gc=False):
     """A `KeptState`, with results by their tasks' ids."""
 
     is_collected: bool
@@ -81,10 +81,10 @@ class _KeptState(msgspec.Struct, array_like=True, gc=False):
     scheduled_tasks: int
     returned_tasks: int
     collectable: list[str]
-    unacknowledged: dict[str, _SetState]
+    unacknowledged: dict[str, _SetImage]
 
 
-class _SubmissionState(msgspec.Struct, array_like=True, gc=False):
+class _SubmissionImage(msgspec.Struct, array_like=True, gc=False):
     version: int
     batch_id: BatchId
     namespace: str
@@ -93,35 +93,35 @@ class _SubmissionState(msgspec.Struct, array_like=True, gc=False):
     requests: dict[str, RequestRecord]
     attempts_in: dict[AttemptState, int]
     done_tasks: dict[TaskState, int]
-    tasks: list[_TaskState]
-    kept: _KeptState | None = None
+    tasks: list[_TaskImage]
+    kept: _KeptImage | None = None
 
 
-class _ResultState(msgspec.Struct, array_like=True, gc=False):
+class _ResultImage(msgspec.Struct, array_like=True, gc=False):
     version: int
     result: TaskResult
 
 
-class _ServiceState(msgspec.Struct, array_like=True, gc=False):
+class _ServiceImage(msgspec.Struct, array_like=True, gc=False):
     version: int
     facts: ServiceFacts
 
 
-_State = TypeVar("_State", _SubmissionState, _ResultState, _ServiceState)
+_Image = TypeVar("_Image", _SubmissionImage, _ResultImage, _ServiceImage)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def service_snapshot(ledger: Ledger) -> Snapshot:
-    return Snapshot(SERVICE, ledger.last_sequence, _encode(_ServiceState(_VERSION, ledger.service)))
+def service_snapshot(ledger: LedgerState) -> Snapshot:
+    return Snapshot(SERVICE, ledger.last_sequence, _encode(_ServiceImage(_VERSION, ledger.service)))
 
 
 def service_of(snapshot: Snapshot) -> ServiceFacts:
     """Raises JournalError when another version of py-scheduler wrote it."""
-    return _decoded(snapshot, _ServiceState).facts
+    return _decoded(snapshot, _ServiceImage).facts
 
 
-def result_snapshot(result: TaskResult, ledger: Ledger) -> Snapshot:
-    return Snapshot(result.task_id, ledger.last_sequence, _encode(_ResultState(_VERSION, result)), is_final=True)
+def result_snapshot(result: TaskResult, ledger: LedgerState) -> Snapshot:
+    return Snapshot(result.task_id, ledger.last_sequence, _encode(_ResultImage(_VERSION, result)), is_final=True)
 
 
 def is_of_result(snapshot: Snapshot) -> bool:
@@ -130,12 +130,12 @@ def is_of_result(snapshot: Snapshot) -> bool:
 
 def result_of(snapshot: Snapshot) -> TaskResult:
     """Raises JournalError when another version of py-scheduler wrote it."""
-    return _decoded(snapshot, _ResultState).result
+    return _decoded(snapshot, _ResultImage).result
 
 
-def snapshot_of(submission: SubmissionRecord, ledger: Ledger) -> Snapshot:
+def snapshot_of(submission: SubmissionRecord, ledger: LedgerState) -> Snapshot:
     """The submission as it is now, after the ledger's last event; the results that it keeps have their own."""
-    state = _SubmissionState(
+    image = _SubmissionImage(
         version=_VERSION,
         batch_id=submission.key.batch_id,
         namespace=submission.key.namespace,
@@ -144,14 +144,14 @@ def snapshot_of(submission: SubmissionRecord, ledger: Ledger) -> Snapshot:
         requests=submission.requests,
         attempts_in=submission.attempts_in,
         done_tasks=submission.done_tasks,
-        tasks=[_task_state(task) for task in submission.open_tasks.values()],
-        kept=_kept_state(submission.kept),
+        tasks=[_task_image(task) for task in submission.open_tasks.values()],
+        kept=_kept_image(submission.kept),
     )
-    return Snapshot(submission.submission_id, ledger.last_sequence, _encode(state))
+    return Snapshot(submission.submission_id, ledger.last_sequence, _encode(image))
 
 
-def _task_state(task: TaskRecord) -> _TaskState:
-    return _TaskState(
+def _task_image(task: TaskRecord) -> _TaskImage:
+    return _TaskImage(
         submission_and_number(task.task_id)[1],
         task.task,
         task.accepted_unix_seconds,
@@ -168,8 +168,8 @@ def _task_state(task: TaskRecord) -> _TaskState:
     )
 
 
-def _kept_state(kept: KeptState) -> _KeptState:
-    return _KeptState(
+def _kept_image(kept: KeptState) -> _KeptImage:
+    return _KeptImage(
         kept.is_collected,
         kept.is_eval,
         kept.open_tasks,
@@ -177,7 +177,7 @@ def _kept_state(kept: KeptState) -> _KeptState:
         kept.returned_tasks,
         list(kept.collectable),
         {
-            request_id: _SetState(
+            request_id: _SetImage(
                 [result.task_id for result in collected.results],
                 collected.unfinished,
                 collected.warnings,
@@ -188,38 +188,38 @@ def _kept_state(kept: KeptState) -> _KeptState:
     )
 
 
-def _decoded(snapshot: Snapshot, kind: type[_State]) -> _State:
+def _decoded(snapshot: Snapshot, kind: type[_Image]) -> _Image:
     try:
-        state = msgspec.msgpack.decode(snapshot.content, type=kind)
+        image = msgspec.msgpack.decode(snapshot.content, type=kind)
     except msgspec.DecodeError as error:
         raise JournalError(f"the snapshot {snapshot.name!r} cannot be read: {error}") from error
-    if state.version not in _READABLE:
+    if image.version not in _READABLE:
         raise JournalError(
-            f"the snapshot {snapshot.name!r} has format {state.version}, this version reads {_VERSION}: serve with "
+            f"the snapshot {snapshot.name!r} has format {image.version}, this version reads {_VERSION}: serve with "
             "the version that wrote it"
         )
-    return state
+    return image
 
 
 def submission_of(snapshot: Snapshot, results: Mapping[str, TaskResult] | None = None) -> SubmissionRecord:
     """results: by task, those that were found. Raises JournalError when one is missing that it keeps, or when another
     version of py-scheduler wrote it.
     """
-    state = _decoded(snapshot, _SubmissionState)
-    submission = SubmissionRecord(snapshot.name, SubmissionKey(state.batch_id, state.namespace))
-    submission.next_task_no = state.next_task_no
-    submission.last_sequence = state.last_sequence
-    submission.requests = state.requests
-    submission.attempts_in |= state.attempts_in
-    submission.done_tasks |= state.done_tasks
-    for task_state in state.tasks:
-        task = _task_record(task_state, submission)
+    image = _decoded(snapshot, _SubmissionImage)
+    submission = SubmissionRecord(snapshot.name, SubmissionKey(image.batch_id, image.namespace))
+    submission.next_task_no = image.next_task_no
+    submission.last_sequence = image.last_sequence
+    submission.requests = image.requests
+    submission.attempts_in |= image.attempts_in
+    submission.done_tasks |= image.done_tasks
+    for task_image in image.tasks:
+        task = _task_record(task_image, submission)
         submission.open_tasks[task.task_id] = task
         if task.task.client_key:
             submission.client_keys.add(task.task.client_key)
-    if state.kept is not None:
+    if image.kept is not None:
         try:
-            submission.kept = _kept_of(state.kept, snapshot.name, results or {})
+            submission.kept = _kept_of(image.kept, snapshot.name, results or {})
         except KeyError as error:
             raise JournalError(f"the journal has lost the result of task {error} that was kept") from error
     leased = submission.attempts_in[AttemptState.LEASED]
@@ -228,15 +228,15 @@ def submission_of(snapshot: Snapshot, results: Mapping[str, TaskResult] | None =
     return submission
 
 
-def _kept_of(state: _KeptState, submission_id: str, results: Mapping[str, TaskResult]) -> KeptState:
+def _kept_of(image: _KeptImage, submission_id: str, results: Mapping[str, TaskResult]) -> KeptState:
     """Raises KeyError."""
     return KeptState(
-        is_collected=state.is_collected,
-        is_eval=state.is_eval,
-        open_tasks=state.open_tasks,
-        scheduled_tasks=state.scheduled_tasks,
-        returned_tasks=state.returned_tasks,
-        collectable={task_id: results[task_id] for task_id in state.collectable},
+        is_collected=image.is_collected,
+        is_eval=image.is_eval,
+        open_tasks=image.open_tasks,
+        scheduled_tasks=image.scheduled_tasks,
+        returned_tasks=image.returned_tasks,
+        collectable={task_id: results[task_id] for task_id in image.collectable},
         unacknowledged={
             request_id: CollectedSet(
                 submission_id,
@@ -245,28 +245,28 @@ def _kept_of(state: _KeptState, submission_id: str, results: Mapping[str, TaskRe
                 collected.warnings,
                 collected.is_timed_out,
             )
-            for request_id, collected in state.unacknowledged.items()
+            for request_id, collected in image.unacknowledged.items()
         },
     )
 
 
-def _task_record(state: _TaskState, submission: SubmissionRecord) -> TaskRecord:
-    for subtask in state.subtasks:
+def _task_record(image: _TaskImage, submission: SubmissionRecord) -> TaskRecord:
+    for subtask in image.subtasks:
         if subtask.state is AttemptState.LEASED:
             subtask.state = AttemptState.QUEUED
     return TaskRecord(
-        task_id_of(submission.submission_id, state.number),
-        state.task,
+        task_id_of(submission.submission_id, image.number),
+        image.task,
         submission,
-        state.subtasks,
-        state.open_subtasks,
-        state.accepted_unix_seconds,
-        state.succeeded_samples,
-        state.outcomes,
-        state.stop_cause,
-        state.reason,
-        state.iteration,
-        state.group_samples,
-        state.staged,
-        state.accepted_at,
+        image.subtasks,
+        image.open_subtasks,
+        image.accepted_unix_seconds,
+        image.succeeded_samples,
+        image.outcomes,
+        image.stop_cause,
+        image.reason,
+        image.iteration,
+        image.group_samples,
+        image.staged,
+        image.accepted_at,
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from py_scheduler.domain.events import Event
-    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.ledger_state import LedgerState
 
 _KEEP_ENDED = 64
 HeldOrder = tuple[float, int, int]
@@ -75,7 +75,7 @@ class StalenessGate:
     opened: called when something that is held may go.
     """
 
-    def __init__(self, ledger: Ledger, namespaces: Iterable[str]) -> None:
+    def __init__(self, ledger: LedgerState, namespaces: Iterable[str]) -> None:
         self._ledger = ledger
         self._lines = {namespace: _Line() for namespace in namespaces}
         self._arrivals = itertools.count()

@@ -18,7 +18,6 @@ from py_scheduler.errors import NotFoundError
 from py_scheduler.scheduler.commands import StopTasks
 from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.intake import abort_digest
-from py_scheduler.scheduler.lookup import find_submission
 from py_scheduler.scheduler.supervisor import EVERYTHING, Concerned
 
 if TYPE_CHECKING:
@@ -110,10 +109,10 @@ class Stops:
         """
         task_ids = frozenset(request.task_ids)
         digest = abort_digest(request) if request.request_id else b""
-        done = self._ledger.repeated(request.selector.namespace, request.request_id, digest)
+        done = self._ledger.requests.repeated(request.selector.namespace, request.request_id, digest)
         if done is not None:
             return Concerned(done.submission_id, task_ids, done.task_count), done.stopped_tasks
-        submission = find_submission(self._ledger, request.selector)
+        submission = self._ledger.require(request.selector)
         for task_id in request.task_ids:
             if not submission.has_had(task_id):
                 raise NotFoundError(f"submission {submission.submission_id!r} has no task {task_id!r}")

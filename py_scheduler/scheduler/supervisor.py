@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.execution.episode import EpisodeServices
-    from py_scheduler.execution.runner import Runner
+    from py_scheduler.execution.runner import Runners
     from py_scheduler.execution.workers import Worker
     from py_scheduler.scheduler.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
@@ -81,7 +81,7 @@ class Supervisor:
         recorder: Recorder,
         services: EpisodeServices,
         settings: EngineSettings,
-        runners: Mapping[str, Runner],
+        runners: Mapping[str, Runners],
         requeue: Requeue,
         slot_returned: Callable[[EvaluatorSpec, str, float], None],
         room_is_stranded: Callable[[int], None],
@@ -113,8 +113,8 @@ class Supervisor:
         admitted_at: float,
     ) -> None:
         """Starts an evaluator on an admitted batch, one worker to a token."""
-        runner = self._runners.get(spec.evaluator_id, INLINE)
-        evaluator = Evaluator(spec, attempts, self._services, self, admitted_at, runner)
+        runners = self._runners.get(spec.evaluator_id, INLINE)
+        evaluator = Evaluator(spec, attempts, self._services, self, admitted_at, runners)
         evaluator.active_slots = len(tokens)
         for token in tokens:
             self._workers.submit(evaluator, token)

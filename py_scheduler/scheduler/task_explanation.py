@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPhase, TaskWait
 from py_scheduler.domain.leases import NodeShortageView, Shortage
+from py_scheduler.domain.requests import SubmissionSelector
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import NotFoundError
 from py_scheduler.placement import tokens_in_budget
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.events import AttemptRef
     from py_scheduler.placement import NodeExplanation, PlacementPool
     from py_scheduler.scheduler.flows import ReadyEntry
-    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.ledger_state import LedgerState
     from py_scheduler.scheduler.ready_queue import ReadyQueue
     from py_scheduler.scheduler.service_order import Ahead
     from py_scheduler.scheduler.staleness_gate import HeldBatch
@@ -46,7 +47,7 @@ class TaskExplainer:
         self,
         queue: ReadyQueue,
         pool: PlacementPool | None,
-        ledger: Ledger,
+        ledger: LedgerState,
         *,
         now: float,
         max_slots: int,
@@ -65,9 +66,9 @@ class TaskExplainer:
 
     def explain(self, task_id: str, namespace: str) -> TaskExplanation:
         """How a task stands. Raises NotFoundError for one that was never accepted, or is forgotten."""
-        submission_id, number = submission_and_number(task_id)
-        submission = self._ledger.submission(submission_id)
-        if submission is None or submission.key.namespace != namespace or not 0 <= number < submission.next_task_no:
+        submission_id, _ = submission_and_number(task_id)
+        submission = self._ledger.find(SubmissionSelector(submission_id=submission_id, namespace=namespace))
+        if submission is None or not submission.has_had(task_id):
             raise NotFoundError(f"no task has the id {task_id!r} in namespace {namespace!r}")
         batch_id = submission.key.batch_id
         task = self._ledger.task(task_id)

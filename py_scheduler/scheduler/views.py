@@ -11,7 +11,6 @@ from py_scheduler.domain.limits import MAX_WAITING_SHOWN
 from py_scheduler.domain.requests import EvaluatorSpecView, GenerationEngineView, SubmissionView
 from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.errors import GenerationError
-from py_scheduler.scheduler.lookup import find_submission
 from py_scheduler.scheduler.records import submission_and_number
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import GenerationEngine
     from py_scheduler.domain.requests import SubmissionSelector
     from py_scheduler.domain.runners import RunnerView
-    from py_scheduler.execution.runner import Runner
-    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.execution.runner import Runners
+    from py_scheduler.scheduler.ledger_state import LedgerState
     from py_scheduler.scheduler.retry_backoff import RetryBackoffs
     from py_scheduler.scheduler.waiting_reasons import WaitingReasons
 
@@ -37,7 +36,7 @@ class Views:
     """How submissions, tasks and runners stand."""
 
     def __init__(
-        self, ledger: Ledger, reasons: WaitingReasons, backoffs: RetryBackoffs, runners: Sequence[Runner]
+        self, ledger: LedgerState, reasons: WaitingReasons, backoffs: RetryBackoffs, runners: Sequence[Runners]
     ) -> None:
         self._ledger = ledger
         self._reasons = reasons
@@ -46,7 +45,7 @@ class Views:
 
     def submission(self, selector: SubmissionSelector) -> SubmissionView:
         """See `Engine.submission`."""
-        record = find_submission(self._ledger, selector)
+        record = self._ledger.require(selector)
         waiting = self._reasons.waiting(record.submission_id, MAX_WAITING_SHOWN)
         waiting += self._backoffs.waits(record.submission_id)[: MAX_WAITING_SHOWN - len(waiting)]
         attempts, done = record.attempts_in, record.done_tasks
@@ -76,7 +75,7 @@ class Views:
 
     def runners(self) -> list[RunnerView]:
         """See `Engine.runner_views`."""
-        return [self._with_workflow_id(view) for runner in self._runners for view in runner.views()]
+        return [self._with_workflow_id(view) for runners in self._runners for view in runners.views()]
 
     def _with_workflow_id(self, view: RunnerView) -> RunnerView:
         submission = self._ledger.submission(view.submission_id)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import Clock
     from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.flows import ReadyEntry
-    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.ledger_state import LedgerState
     from py_scheduler.scheduler.quotas import Quotas
     from py_scheduler.scheduler.ready_queue import ReadyQueue
     from py_scheduler.scheduler.staleness_gate import HeldBatch, StalenessGate
@@ -47,7 +47,7 @@ class WaitingReasons:
         gatekeeper: Gatekeeper,
         queue: ReadyQueue,
         pool: PlacementPool | None,
-        ledger: Ledger,
+        ledger: LedgerState,
         clock: Clock,
         quotas: Quotas,
         gate: StalenessGate | None,

@@ -101,6 +101,7 @@ class LedgerAndModel(RuleBasedStateMachine):
 
     def tell(self, command: Command) -> list[Any]:
         events = self.ledger.decide(command)
+        assert self.ledger.decide(command) == events, "deciding changes nothing"
         for event in events:
             self.ledger.apply(event)
             if type(event) is not AttemptsLeased:
@@ -138,7 +139,7 @@ class LedgerAndModel(RuleBasedStateMachine):
         command = AcceptTasks(request_id, b"d" if same else b"x", SubmissionKey(0), (), "other", 1.0)
         if same:
             assert self.tell(command) == []
-            known = self.ledger.request("default", request_id)
+            known = self.ledger.requests.find("default", request_id)
             assert known is not None
             assert known.task_ids == self.requests[request_id][1]
         else:

@@ -92,7 +92,6 @@ def test_a_late_report_of_an_earlier_attempt_changes_nothing() -> None:
         start("s-0", attempt_no=2),
     )
     assert driver.tell(end("s-0", AttemptState.SUCCEEDED, attempt_no=1)) == []
-    assert driver.ledger.stale_commands == 1
     driver.tell(end("s-0", AttemptState.SUCCEEDED, attempt_no=2))
     assert [done.state for done in driver.done()] == [TaskState.SUCCEEDED]
     assert driver.tell(end("s-0", AttemptState.SUCCEEDED, attempt_no=2)) == []
@@ -169,14 +168,14 @@ def test_a_request_id_runs_once_and_only_with_the_same_content() -> None:
     assert driver.tell(accept(task())) == []
     with pytest.raises(AlreadyExistsError, match="request_id 'r'"):
         driver.tell(accept(task(), digest=b"other"))
-    request = driver.ledger.request("default", "r")
+    request = driver.ledger.requests.find("default", "r")
     assert request is not None
     assert (request.submission_id, request.task_ids, request.before_sequence) == ("s", ("s-0",), 0)
 
 
 def test_calls_under_one_key_make_one_submission_with_unique_task_ids() -> None:
     driver = Driver(accept(task(), task()), accept(task(), request_id="r2"))
-    request = driver.ledger.request("default", "r2")
+    request = driver.ledger.requests.find("default", "r2")
     assert request is not None
     assert request.task_ids == ("s-2",)
 
@@ -203,8 +202,9 @@ def test_finished_submissions_are_forgotten_beyond_the_limit() -> None:
         for event in ledger.decide(StopTasks(f"s{step}", (), StopCause.REQUEST, "", 1.0)):
             ledger.apply(event)
     assert [ledger.submission(f"s{step}") is None for step in range(5)] == [True, True, True, False, False]
-    assert ledger.request("default", "r0") is None
-    assert ledger.request("default", "r4") is not None
+    assert ledger.requests.find("default", "r0") is None
+    assert ledger.requests.find("default", "r4") is not None
+    assert ledger.decide(StopTasks("s0", (), StopCause.REQUEST, "", 1.0, request_id="a")) == [], "too late"
 
 
 refs = st.builds(AttemptRef, st.sampled_from(["s-0", "s-1", "s-2"]), st.integers(0, 1), st.integers(1, 3))
@@ -327,7 +327,7 @@ def _assert_same_state(again: Ledger, driver: Driver) -> None:
     for field in ("done_tasks", "client_keys", "requests", "next_task_no", "key", "last_sequence"):
         assert getattr(left, field) == getattr(right, field)
     assert _unleased(left.attempts_in) == _unleased(right.attempts_in)
-    assert again.request("default", "r") == driver.ledger.request("default", "r")
+    assert again.requests.find("default", "r") == driver.ledger.requests.find("default", "r")
     for task_id in ("s-0", "s-1", "s-2"):
         record, other = again.task(task_id), driver.ledger.task(task_id)
         assert (record is None) == (other is None)
