@@ -70,6 +70,7 @@ class FramedChild(ABC):
         except Exception as error:  # noqa: BLE001 -- whoever waits for it would wait for ever
             _log.exception("child %d: its end could not be seen to", self.pid)
             how = f"it cannot be seen any more: {type(error).__name__}: {error}"
-        self._how = f"{self._why} ({how})" if self._why else how
+        why = self._protocol.fault or self._why
+        self._how = f"{why} ({how})" if why else how
         if self._on_end is not None:
             self._on_end(self._how)

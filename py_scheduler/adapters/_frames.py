@@ -55,7 +55,7 @@ class FrameSocket:
 class FrameProtocol(asyncio.Protocol):
     """Until `listen` is called, frames wait. lost: set when the connection is over.
 
-    max_bytes: of one frame; a longer one ends the connection.
+    max_bytes: of one frame; a longer one ends the connection. fault: what is said of that then.
     """
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -65,6 +65,7 @@ class FrameProtocol(asyncio.Protocol):
         self._wanted: int | None = None
         self._waiting: list[bytes] = []
         self._on_frame: Callable[[bytes], None] = self._waiting.append
+        self.fault = ""
         self.lost = asyncio.Event()
 
     def hold(self, first: bytes) -> None:
@@ -105,14 +106,24 @@ class FrameProtocol(asyncio.Protocol):
                 (self._wanted,) = _LENGTH.unpack_from(self._received)
                 del self._received[: _LENGTH.size]
                 if self._wanted > self._max_bytes:
+                    self.fault = f"it began a message of {self._wanted} bytes, at most {self._max_bytes} are read"
                     self.close()
                     return
             if len(self._received) < self._wanted:
                 return
-            frame = bytes(self._received[: self._wanted])
-            del self._received[: self._wanted]
-            self._wanted = None
+            frame, self._wanted = self._taken(self._wanted), None
             self._on_frame(frame)
+
+    def _taken(self, size: int) -> bytes:
+        """From what was received. The loop stands still while bytes are copied, so large frames are not."""
+        received = self._received
+        if size > _PIECE_BYTES:
+            self._received = received[size:]
+            del received[size:]
+            return cast("bytes", received)
+        frame = bytes(received[:size])
+        del received[:size]
+        return frame
 
     def connection_lost(self, _error: Exception | None) -> None:
         self.lost.set()

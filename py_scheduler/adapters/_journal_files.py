@@ -37,8 +37,8 @@ class StoreLock:
             holder = os.pread(self._descriptor, 20, 0).decode("ascii", "replace").strip()
             os.close(self._descriptor)
             raise JournalError(
-                f"the state directory {folder} is in use by process {holder or '(unknown)'}: two servers never share "
-                "one; name another by --state-dir, or serve with --no-journal"
+                f"the state directory {folder} is in use by process {holder or '(unknown)'}: stop that first; a second "
+                "server needs another by --state-dir, or --no-journal"
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)

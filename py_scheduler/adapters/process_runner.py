@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from py_scheduler.worker_main import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "from py_scheduler.child_main import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _EOF_SECONDS = 1.0

@@ -20,8 +20,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.adapters._newcomer import Newcomer
-from py_scheduler.adapters._ray_actor import END_SECONDS, RayActor, how_it_ended, kill, told
+from py_scheduler.adapters._ray_actor import END_SECONDS, Newcomer, RayActor, how_it_ended, kill, told
 from py_scheduler.domain.keys import Keys
 from py_scheduler.domain.runners import DEFAULT_ENVIRONMENT, is_forbidden
 from py_scheduler.errors import RunnerStartError
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 1.0
-_ENTRY = "py_scheduler.worker_main"
+_ENTRY = "py_scheduler.child_main"
 
 
 class RayChild:

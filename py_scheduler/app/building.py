@@ -89,7 +89,7 @@ def build(config: Config, base_dir: Path, state_dir: Path | None = None) -> Part
     desk = StepDesk(steps)
     api = ApiServer(scheduler, version(), config.server, desk)
     if api.tokens is not None:
-        api.tokens.on_change = scheduler.limit_namespaces
+        api.tokens.on_change.append(scheduler.limit_namespaces)
         scheduler.limit_namespaces(api.tokens.quotas)
     return Parts(
         engines=found.engines, scheduler=scheduler, steps=steps, desk=desk, api=api, config=config, front=front

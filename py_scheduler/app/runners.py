@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from py_scheduler.adapters.process_runner import ProcessHost, import_path
 from py_scheduler.domain.runners import ANYWHERE, HandlerPlan
 from py_scheduler.errors import AlreadyExistsError, NotFoundError
-from py_scheduler.execution.child_runner import ChildRunner
+from py_scheduler.execution.child_runner import ChildRunners
 from py_scheduler.rollout.environment import variables
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 def build_runners(
     config: Config, pool: PlacementPool | None, ray: RayHost | None, clock: Clock
-) -> dict[str, ChildRunner]:
+) -> dict[str, ChildRunners]:
     """By evaluator_id; evaluators that are not there are played in the loop. Nothing is started here."""
     hosts: dict[str, ChildHost] = {"process": ProcessHost()}
     if ray is not None:
         hosts["ray"] = ray
     return {
-        evaluator.evaluator_id: ChildRunner(
+        evaluator.evaluator_id: ChildRunners(
             evaluator.evaluator_id,
             HandlerPlan(name=evaluator.handler, arguments=evaluator.handler_args, key=f"evaluator[{number}]"),
             hosts[evaluator.runner],
@@ -61,7 +61,7 @@ class NodesOfRay:
     """
 
     def __init__(
-        self, pool: PlacementPool, nodes: Sequence[NodeResource], runners: Sequence[ChildRunner], engine: Engine
+        self, pool: PlacementPool, nodes: Sequence[NodeResource], runners: Sequence[ChildRunners], engine: Engine
     ) -> None:
         self._pool = pool
         self._nodes = {node.node_ip: node for node in nodes}
@@ -71,11 +71,11 @@ class NodesOfRay:
     def changed(self, node: str, is_there: bool) -> None:
         if node not in self._nodes:
             return
-        for runner in self._runners:
+        for runners in self._runners:
             if is_there:
-                runner.add_node(node)
+                runners.add_node(node)
             else:
-                runner.drop_node(node)
+                runners.drop_node(node)
         try:
             if is_there:
                 self._pool.add_node(self._nodes[node])

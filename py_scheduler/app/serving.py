@@ -139,7 +139,8 @@ async def _start_engine(parts: Parts, role: str, ready: dict[str, asyncio.Event]
     if base := base_role(table):
         await ready[base].wait()
     kind = table.get("kind", type(engine).__name__)
-    _log.info("engine %s: %s is loading", role, kind)
+    place = table.get("base_url") or ", ".join(table.get("base_urls", ()))
+    _log.info("engine %s: %s is loading%s", role, kind, place and f" at {place}")
     begun = time.monotonic()
     try:
         await engine.start()

@@ -1,13 +1,11 @@
-"""Runners as people read them: one flat dict each, and all of them as an aligned table."""
+"""Runners as people read them: one flat dict each, and all of them as a table of columns of equal width."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.domain.aligned_table import aligned
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from py_scheduler.domain.runners import RunnerView
 
@@ -40,6 +38,15 @@ def runner_table(views: Iterable[RunnerView]) -> str:
     rows = [["runner_id", *keys]]
     rows += [[runner_id, *(_one_line(state.get(key, "-")) for key in keys)] for runner_id, state in states]
     return "\n".join(aligned(rows))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A line for each row, and a rule under the first, which names the columns. Every row has a cell for each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        yield " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        if number == 0:
+            yield "-+-".join("-" * width for width in widths)
 
 
 def _one_line(value: object) -> str:

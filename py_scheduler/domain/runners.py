@@ -1,7 +1,7 @@
 """What is known of a runner from outside (design words: Runner), and what runners that are no part of this loop need.
 
 A runner plays one sub-task at a time. `inline` runners are the loop itself; `process` and `ray` runners are children
-that live outside it; whoever brings runners of another kind implements `execution.runner.Runner`.
+that live outside it; whoever brings runners of another kind implements `execution.runner.Runners`.
 """
 
 from __future__ import annotations

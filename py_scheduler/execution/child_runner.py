@@ -2,7 +2,8 @@
 
 Invariants
   1. At most `max_runners` places have a child or one on its way: STARTING, IDLE or BUSY. A child that is dead, too
-     large or under suspicion is replaced before its place counts as capacity again.
+     large or under suspicion is replaced before its place counts as capacity again, and has ended before another one
+     is launched.
   2. A child that is handed out has answered a ping since; a slot waits for one before its attempt is begun, so a child
      that dies while nobody plays costs no attempt.
   3. A place whose start failed is tried again after a backoff, for as long as somebody waits for it: capacity is never
@@ -20,11 +21,12 @@ import itertools
 import logging
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.backoff import backoff_seconds
 from py_scheduler.domain.runners import ANYWHERE, RunnerState
 from py_scheduler.errors import RunnerStartError
 from py_scheduler.execution.child_memory import MemoryWatch
-from py_scheduler.execution.child_place import ChildSeat, EmptySeat
 from py_scheduler.execution.child_places import ChildPlaces
+from py_scheduler.execution.child_seat import ChildSeat, EmptySeat
 from py_scheduler.execution.child_starter import ChildStarter
 from py_scheduler.execution.runner import SeatGoneError
 
@@ -34,8 +36,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import Clock, TimerHandle
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.runners import ChildHost, HandlerPlan, RunnerKey, RunnerSettings, RunnerView
-    from py_scheduler.execution.child_line import Line
-    from py_scheduler.execution.child_place import ChildPlace
+    from py_scheduler.execution.child_places import ChildPlace, Line
     from py_scheduler.execution.child_session import ChildSession, Variables
     from py_scheduler.execution.runner import Seat
 
@@ -44,11 +45,11 @@ logger = logging.getLogger(__name__)
 _PING_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
 _FIRST_BACKOFF_SECONDS = 1.0
-_MAX_BACKOFF_SECONDS = 30.0
+_LONGEST_BACKOFF_SECONDS = 30.0
 
 
-class ChildRunner:
-    """All children of one evaluator. Implements `execution.runner.Runner`.
+class ChildRunners:
+    """All children of one evaluator. Implements `execution.runner.Runners`.
 
     variables: what a child's environment says of an iteration. import_path: where the server finds its modules.
     first_key: of the children that are started before anything waits for one.
@@ -83,7 +84,7 @@ class ChildRunner:
         self._is_open = False
         self._is_closed = False
 
-    # Runner
+    # Runners
 
     async def start(self) -> None:
         await self._host.open()
@@ -148,18 +149,18 @@ class ChildRunner:
                 logger.warning("runner %s did not answer within %g s", place.runner_id, _PING_SECONDS)
                 is_alive = False
             except BaseException:
-                self.leave(place)
+                self.give_back(place)
                 raise
             if is_alive:
                 place.failed_tries = place.failed_rounds = 0
                 place.has_played = True
-                return ChildSeat(self.leave, place, session)
-            self.leave(place, suspicion="it did not say that it was alive")
+                return ChildSeat(self.give_back, place, session)
+            self.give_back(place, suspicion="it did not say that it was alive")
             if place.state is RunnerState.FAILED and self._places.is_hopeless(self._places.line(key)):
                 raise RunnerStartError(place.message)
 
-    def leave(self, place: ChildPlace, *, suspicion: str = "") -> None:
-        """Gives a place back, and replaces its child if that is not what it should be."""
+    def give_back(self, place: ChildPlace, suspicion: str = "") -> None:
+        """Of a seat that is left: replaces the child if it is not what it should be."""
         session, limit = place.session, self._settings.max_resident_mib
         assert session is not None
         if self._is_closed:
@@ -306,8 +307,8 @@ class ChildRunner:
         if line.failed is not None or self._is_closed or place.key[0] in self._gone_nodes:
             self._places.drop(place)
         else:
-            backoff_seconds = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (place.failed_rounds - 1))
-            until = self._clock.monotonic() + backoff_seconds
+            wait_seconds = backoff_seconds(place.failed_rounds, _FIRST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS)
+            until = self._clock.monotonic() + wait_seconds
             line.failed, line.backoff = place, self._clock.call_at(until, lambda: self._may_try_again(line))
         if self._places.is_hopeless(line):
             line.refuse_all(RunnerStartError(place.message))

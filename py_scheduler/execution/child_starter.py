@@ -1,6 +1,8 @@
 """Brings children up and takes them down.
 
-Invariant: what was launched is known here until it has ended, whoever waited for it.
+Invariants
+  1. What was launched is known here until it has ended, whoever waited for it.
+  2. At most `max_runners` children exist. Those that are ending count too: memory and GPUs are theirs until then.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ class ChildStarter:
         self._variables = variables
         self._import_path = import_path
         self._limit = asyncio.Semaphore(settings.prepare_concurrency)
+        self._room = asyncio.Semaphore(settings.max_runners)
         self._sessions: set[ChildSession] = set()
 
     async def launch(self, key: RunnerKey, on_end: Callable[[ChildSession], None]) -> ChildSession:
         """A child that has made its handler. Raises RunnerStartError; then it is killed."""
         start_seconds = self._settings.start_seconds
         async with self._limit:
+            await self._take_room()
             try:
                 async with asyncio.timeout(start_seconds):
                     return await self._prepared(key, on_end)
@@ -53,12 +57,29 @@ class ChildStarter:
             except Exception as error:  # whatever a host meets, the place is tried again
                 raise RunnerStartError(f"{type(error).__name__}: {error}") from error
 
+    async def _take_room(self) -> None:
+        start_seconds = self._settings.start_seconds
+        try:
+            async with asyncio.timeout(start_seconds):
+                await self._room.acquire()
+        except TimeoutError:
+            why = f"the runner before it has not ended within start_seconds ({start_seconds:g})"
+            raise RunnerStartError(why) from None
+
     async def _prepared(self, key: RunnerKey, on_end: Callable[[ChildSession], None]) -> ChildSession:
+        """Gives the room back when the child has ended, or when there was none."""
+
         def ended(session: ChildSession) -> None:
             self._sessions.discard(session)
+            self._room.release()
             on_end(session)
 
-        session = ChildSession(await self._host.launch(key, self._settings), self._variables, ended)
+        try:
+            child = await self._host.launch(key, self._settings)
+        except BaseException:
+            self._room.release()
+            raise
+        session = ChildSession(child, self._variables, ended)
         if not session.over.is_set():
             self._sessions.add(session)
         try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt
 from py_scheduler.execution.episode import EpisodeServices
-from py_scheduler.execution.runner import INLINE, Runner, SeatGoneError
+from py_scheduler.execution.runner import INLINE, Runners, SeatGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ class Evaluator:
         "board",
         "namespace",
         "pending",
-        "runner",
+        "runners",
         "services",
         "spec",
     )
@@ -70,7 +70,7 @@ class Evaluator:
         services: EpisodeServices,
         board: AttemptBoard,
         admitted_at: float,
-        runner: Runner = INLINE,
+        runners: Runners = INLINE,
     ) -> None:
         self.spec = spec
         self.namespace = attempts[0].namespace
@@ -79,13 +79,13 @@ class Evaluator:
         self.active_slots = 0
         self.services = services
         self.board = board
-        self.runner = runner
+        self.runners = runners
         self._seeking: set[asyncio.Future[Seat]] = set()
 
     async def drain(self, token: PlacementToken | None, worker: Worker) -> None:
         """Plays pending attempts with one slot until none is left or the worker was given up."""
         pending, board = self.pending, self.board
-        seat = self.runner.standing_seat
+        seat = self.runners.standing_seat
         try:
             while pending and not worker.is_abandoned:
                 if seat is None or not seat.is_usable:
@@ -112,15 +112,14 @@ class Evaluator:
 
     async def _seek_seat(self, token: PlacementToken | None) -> Seat | None:
         """None when nothing is left to be played by then. Raises SeatGoneError."""
-        seeking = asyncio.ensure_future(self.runner.take_seat(token))
+        seeking = asyncio.ensure_future(self.runners.take_seat(token))
         self._seeking.add(seeking)
         try:
             await asyncio.wait([seeking])
         except asyncio.CancelledError:
+            # Not waited for here: whoever cancels once more meanwhile would lose the seat.
+            seeking.add_done_callback(_leave)
             seeking.cancel()
-            await asyncio.wait([seeking])
-            if not seeking.cancelled() and seeking.exception() is None:
-                seeking.result().leave()
             raise
         finally:
             self._seeking.discard(seeking)
@@ -130,3 +129,9 @@ class Evaluator:
         """Who still waits for a seat would find nothing to play there, and holds a token meanwhile."""
         for seeking in self._seeking:
             seeking.cancel()
+
+
+def _leave(seeking: asyncio.Future[Seat]) -> None:
+    """The seat, if there is one, of a slot that is no more."""
+    if not seeking.cancelled() and seeking.exception() is None:
+        seeking.result().leave()

@@ -3,7 +3,7 @@
 How an attempt reaches a runner, and what whoever writes one has to know:
 
     slot (permit + token) -> worker -> Evaluator.drain:
-        seat = await runner.take_seat(token)     waits until a runner that is known to be alive is ours alone;
+        seat = await runners.take_seat(token)    waits until a runner that is known to be alive is ours alone;
                                                  nothing has been taken from the queue yet, so nothing can be lost
         running = board.begin(...)               the ledger: LEASED -> RUNNING; running.began_at, .planned, .token
         report = await seat.play(running)        AttemptReport(state, samples, message)
@@ -11,7 +11,7 @@ How an attempt reaches a runner, and what whoever writes one has to know:
         ... the next attempt of the batch, with the same seat while `seat.is_usable` ...
         seat.leave()                             once, whatever happened
 
-- `Engine(..., runners={evaluator_id: runner})`; an evaluator that is not named there runs `inline`.
+- `Engine(..., runners={evaluator_id: Runners})`; an evaluator that is not named there runs `inline`.
 - `play` never raises for what user code does: that is a FAILED report. A runner that died is a LOST report, whose
   message says how it ended; the ledger's loss budget does the rest. Samples that are missing in the report of an
   attempt that did not succeed are made up by the ledger.
@@ -24,7 +24,7 @@ How an attempt reaches a runner, and what whoever writes one has to know:
   `stop_grace_seconds` after a stop have passed, and `play` must return soon after. Without it (or when even that does
   not help) the attempt ends without its worker and its token is stranded until `play` returns.
 - Phase timeouts are the attempt's: `running.begin_phase("run", seconds)` arms one.
-- `take_seat` may raise SeatGoneError when the token's place is gone for good: the slot ends, what is left of the batch
+- `take_seat` may raise SeatGoneError when the token's node is gone for good: the slot ends, what is left of the batch
   is placed anew. Where no runner can be started it gives a seat at which everything is lost (`lost_report`), rather
   than wait for ever: a task's own budget bounds how often that happens.
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 class SeatGoneError(Exception):
-    """The place that a token names has no runners any more."""
+    """The node that a token names has no runners any more, or the server is ending."""
 
 
 # Members by name: Python 3.11 looks them up through the metaclass, five times slower, and these are on the way of
@@ -86,7 +86,7 @@ class Seat(Protocol):
     def leave(self) -> None: ...
 
 
-class Runner(Protocol):
+class Runners(Protocol):
     """All runners of one evaluator."""
 
     kind: str
@@ -112,7 +112,7 @@ class Runner(Protocol):
 
 
 class InlineRunner:
-    """The loop itself: handlers run in it, as many at once as there are workers."""
+    """The loop itself, and the seat there: handlers run in it, as many at once as there are workers."""
 
     kind = "inline"
     is_usable = True
@@ -146,13 +146,13 @@ class InlineRunner:
 INLINE = InlineRunner()
 
 
-async def start_runners(runners: Iterable[Runner], exits: AsyncExitStack) -> None:
+async def start_runners(runners: Iterable[Runners], exits: AsyncExitStack) -> None:
     """All at once, and all or none; `exits` gets their ends. Raises RunnerStartError."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            for runner in runners:
-                exits.push_async_callback(runner.close)
-                tasks.create_task(runner.start())
+            for of_one in runners:
+                exits.push_async_callback(of_one.close)
+                tasks.create_task(of_one.start())
     except BaseExceptionGroup as group:
         await exits.aclose()
         raise first_of(group.subgroup(RunnerStartError) or group) from None

@@ -19,7 +19,7 @@ from py_scheduler.domain.runners import is_forbidden
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.interfaces.trinity.config import ProcessConfig
 from py_scheduler.interfaces.trinity.local_engine import default_timeout
-from py_scheduler.interfaces.trinity.process_runner import pickled
+from py_scheduler.interfaces.trinity.process_runner import is_of_processes, pickled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,11 +58,6 @@ def check_config(config: Config) -> None:
         raise InvalidArgumentError(violations)
     if is_of_processes(config):
         pickled(config, "config")
-
-
-def is_of_processes(config: Config) -> bool:
-    """Whether its runners are processes, if its kind of configuration has such a choice."""
-    return bool(getattr(config.explorer, "runner", "inline") == "process")
 
 
 def _config_faults(explorer: Any) -> Iterator[FieldViolation]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.task import BatchId
     from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
     from py_scheduler.interfaces.trinity.protocols import Config
-    from py_scheduler.scheduler.records import SubmissionRecord
+    from py_scheduler.scheduler.records import SubmissionRecord, TaskRecord
 
 _WORKFLOW = "workflow"
 PINNED = "pinned"
@@ -98,9 +98,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Ends the engine and its runners, whatever they are at."""
-        if self.opened.is_set():
-            await self.runners.dismiss(0.0)
-            await self._open_engine.close()
+        await self.runners.dismiss(0.0)
+        await self._open_engine.close()
 
     def submit(self, wrappers: Sequence[TaskWrapper], batch_id: BatchId) -> None:
         """Hands tasks of one batch in, for any runner to play; they wait for `open` if need be.
@@ -172,11 +171,12 @@ class LocalEngine:
         """What the ledger has of a batch."""
         return self.engine.ledger.submission_of_key(SubmissionKey(batch_id))
 
-    def shown(self, record: SubmissionRecord) -> list[TaskWrapper]:
-        """A batch's tasks that are open or to be collected, as they stand now."""
-        for task in record.open_tasks.values():
-            self.wrappers[task.task.client_key].show(task)
-        return [self.wrappers[client_key] for client_key in record.client_keys]
+    def open_tasks(self, record: SubmissionRecord) -> list[tuple[TaskRecord, TaskWrapper]]:
+        """A batch's tasks that are open, shown as they stand now."""
+        found = [(task, self.wrappers[task.task.client_key]) for task in record.open_tasks.values()]
+        for task, wrapper in found:
+            wrapper.show(task)
+        return found
 
     def forget_drained(self, batch_id: BatchId) -> None:
         """Drops the batch's tasks that are neither open nor kept for anybody any more."""

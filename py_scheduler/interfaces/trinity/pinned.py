@@ -89,6 +89,7 @@ async def _result_of(local: LocalEngine, request: SubmitRequest) -> TaskResult:
             )
         except asyncio.CancelledError:
             selector = SubmissionSelector(submission_id=submission_id, namespace=PINNED)
+            local.engine.results.forget(selector)  # It may be done by now, and nobody else knows of it.
             await local.engine.abort(AbortRequest(selector=selector, reason="given up by its caller"))
             raise
     finally:

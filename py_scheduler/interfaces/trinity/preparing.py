@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.backoff import backoff_seconds
 from py_scheduler.errors import RunnerStartError, first_of
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS = 0.1
+_FIRST_WAIT_SECONDS = 0.1
+_LONGEST_WAIT_SECONDS = 30.0
 
 
 async def prepared_runners(
@@ -43,6 +45,11 @@ async def prepared_runners(
     return sorted(made, key=lambda runner: runner.runner_id)
 
 
+def wait_seconds(failures: int) -> float:
+    """Before the next try, after so many on end that came to nothing."""
+    return backoff_seconds(failures, _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS)
+
+
 async def end_all(runners: Iterable[RunnerWrapper]) -> None:
     """Whatever they are at."""
     for runner in runners:
@@ -53,9 +60,8 @@ async def end_all(runners: Iterable[RunnerWrapper]) -> None:
 async def _prepare(
     runner_id: int, make: Callable[[int], RunnerWrapper], max_retries: int, made: list[RunnerWrapper]
 ) -> None:
-    pause = _FIRST_PAUSE_SECONDS
     runner: RunnerWrapper | None = None
-    for retries_left in range(max_retries, -1, -1):
+    for failures in range(1, max_retries + 2):
         try:
             if runner is None:
                 runner = make(runner_id)
@@ -65,8 +71,8 @@ async def _prepare(
                 await runner.restart_runner()
             return
         except Exception as error:
-            if not retries_left:
+            if failures > max_retries:
                 raise RunnerStartError(f"runner {runner_id} could not be prepared: {error}") from error
-            logger.warning("runner %d could not be prepared, again in %g s: %s", runner_id, pause, error)
-        await asyncio.sleep(pause)
-        pause *= 2
+            wait = wait_seconds(failures)
+            logger.warning("runner %d could not be prepared, again in %.2g s: %s", runner_id, wait, error)
+        await asyncio.sleep(wait)

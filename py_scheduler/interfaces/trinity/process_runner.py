@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle  # noqa: TID251 -- the caller's own objects on their way to the caller's own child
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -35,6 +36,11 @@ _ALIVE_SECONDS = 30.0
 _END_SECONDS = 5.0
 """How long the kernel may take to end a killed one."""
 _HANDLER = f"{WorkflowAgent.__module__}:{WorkflowAgent.__qualname__}"
+
+
+def is_of_processes(config: Config) -> bool:
+    """Whether its runners are processes, if its kind of configuration has such a choice."""
+    return bool(getattr(config.explorer, "runner", "inline") == "process")
 
 
 def pickled(value: object, field: str) -> bytes:
@@ -134,7 +140,9 @@ class ProcessRunner:
     async def ended(self) -> None:
         """Of a killed child: returns when it is gone."""
         if self._session is not None:
-            await asyncio.wait([asyncio.ensure_future(self._session.over.wait())], timeout=_END_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_SECONDS):
+                    await self._session.over.wait()
 
     def _live_session(self) -> ChildSession:
         if self._session is None:

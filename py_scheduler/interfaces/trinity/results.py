@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from py_scheduler.domain.collecting import CollectReply, CollectRequest
 from py_scheduler.domain.requests import AbortRequest, SubmissionSelector
 from py_scheduler.interfaces.trinity.local_engine import fresh_id
-from py_scheduler.scheduler.kept_results import why_incomplete
+from py_scheduler.scheduler.kept_results import leaves_result, why_incomplete
 
 if TYPE_CHECKING:
     from py_scheduler.domain.task import BatchId
@@ -99,7 +99,7 @@ class Results:
         record = self._local.record_of(batch_id)
         if record is None:
             return
-        wrappers = self._local.shown(record)
+        open_tasks = self._local.open_tasks(record)
         reason = f"batch {batch_id} was aborted"
         await self._local.engine.abort(
             AbortRequest(
@@ -110,9 +110,9 @@ class Results:
                 restart_runners=restart_runners,
             )
         )
-        kept = {result.client_key for result in record.kept.collectable.values()}
-        left = [wrapper for wrapper in wrappers if wrapper.client_key not in kept]
-        self._stopped(batch_id, [self._nothing(wrapper, reason) for wrapper in left])
+        # What has left a result meanwhile may have been drained by now.
+        left = [self._nothing(wrapper, reason) for task, wrapper in open_tasks if not leaves_result(task)]
+        self._stopped(batch_id, left)
         self._local.forget_drained(batch_id)
 
     def let_go(self, batch_id: BatchId, reason: str) -> None:

@@ -25,6 +25,7 @@ from py_scheduler.execution.attempt import AttemptReport
 from py_scheduler.execution.play import absorb_cancellation
 from py_scheduler.execution.runner import SeatGoneError, lost_report, stopped_report
 from py_scheduler.interfaces.trinity.mirrors import RunningTaskState
+from py_scheduler.interfaces.trinity.preparing import wait_seconds
 from py_scheduler.placement import PlacementPool
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ logger = logging.getLogger(__name__)
 RUN_ID_BASE = "run_id_base"
 """In a task's metadata: the run id of its first sample, where that is not 0."""
 _SLOT = "runner"
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 30.0
 
 
 def slot_on(runner_id: int | None) -> Resource:
@@ -62,7 +61,7 @@ def _node_of(runner_id: int) -> NodeResource:
 
 
 class RunnerPool:
-    """Implements `execution.runner.Runner` over RunnerWrappers. `task_of` finds what an attempt is to play.
+    """Implements `execution.runner.Runners` over RunnerWrappers. `task_of` finds what an attempt is to play.
 
     on_room: to be told when a runner can take work again.
     """
@@ -118,16 +117,15 @@ class RunnerPool:
         self._replacing[runner.runner_id] = task
 
     async def _replace(self, runner: RunnerWrapper) -> None:
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
+        for failures in itertools.count(1):
             try:
                 await runner.restart_runner()
                 break
             except Exception as error:  # noqa: BLE001 -- whatever it was, the runner is no capacity and is tried again
                 self._failures[runner.runner_id] = str(error)
-                logger.warning("runner %d could not be restarted, again in %g s: %s", runner.runner_id, pause, error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                wait = wait_seconds(failures)
+                logger.warning("runner %d could not be restarted, again in %.2g s: %s", runner.runner_id, wait, error)
+            await asyncio.sleep(wait)
         if self.runners.get(runner.runner_id) is not runner:
             runner.kill()  # It was dismissed, and its preparation did not heed that.
             return
@@ -152,20 +150,21 @@ class RunnerPool:
             self.leave(runner)
         for task in replacing:
             task.cancel()
-        await asyncio.gather(*replacing, return_exceptions=True)
         try:
+            await asyncio.gather(*replacing, return_exceptions=True)
             async with asyncio.timeout(grace_seconds):
                 await self._quiet.wait()
         except TimeoutError:
             logger.warning("runners %s were still at work after %g s", sorted(self.busy), grace_seconds)
-        for seat in list(self._playing.values()):
-            seat.kill("the scheduler was stopped")
-        for runner in leaving.values():
-            runner.kill()
+        finally:  # Also when this is given up: nobody else knows them any more.
+            for seat in list(self._playing.values()):
+                seat.kill("the scheduler was stopped")
+            for runner in leaving.values():
+                runner.kill()
         await asyncio.gather(self._quiet.wait(), *[runner.ended() for runner in leaving.values()])
         self._failures.clear()
 
-    # execution.runner.Runner
+    # execution.runner.Runners
 
     async def start(self) -> None:
         """Runners come and go by `join` and `dismiss`."""

@@ -11,10 +11,9 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.interfaces.trinity.checks import is_of_processes
 from py_scheduler.interfaces.trinity.local_engine import process_host
 from py_scheduler.interfaces.trinity.pinned import run_alone
-from py_scheduler.interfaces.trinity.process_runner import ProcessRunner
+from py_scheduler.interfaces.trinity.process_runner import ProcessRunner, is_of_processes
 from py_scheduler.interfaces.trinity.workflow_runner import Status, WorkflowRunner
 
 if TYPE_CHECKING:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from py_scheduler.domain.limits import MAX_COLLECT_SECONDS
 from py_scheduler.errors import FailedPreconditionError
-from py_scheduler.interfaces.trinity.checks import check_config, check_tasks, check_wait, is_of_processes
+from py_scheduler.interfaces.trinity.checks import check_config, check_tasks, check_wait
 from py_scheduler.interfaces.trinity.local_engine import LocalEngine, default_timeout
 from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
 from py_scheduler.interfaces.trinity.pinned import run_once
 from py_scheduler.interfaces.trinity.preparing import end_all, prepared_runners
+from py_scheduler.interfaces.trinity.process_runner import is_of_processes
 from py_scheduler.interfaces.trinity.results import Results
 from py_scheduler.interfaces.trinity.runner_wrapper import RunnerWrapper
 from py_scheduler.interfaces.trinity.views import SchedulerViews

@@ -7,13 +7,13 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.domain.results import AttemptState
+from py_scheduler.domain.runner_table import aligned
 from py_scheduler.domain.task import sort_batch_id
 from py_scheduler.interfaces.trinity.mirrors import CompletedTaskResult
-from py_scheduler.interfaces.trinity.state_table import state_table
+from py_scheduler.scheduler.records import WAITING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from py_scheduler.domain.collecting import TaskResult
     from py_scheduler.domain.task import BatchId
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _STATE_SECONDS = 5.0
 """How long a runner may take to say how it is: one that is blocked by its workflow says nothing."""
-_WAITING = (AttemptState.QUEUED, AttemptState.LEASED)
 
 PendingSubTask = tuple["TaskWrapper", int, int]
 """A task, how many of its runs, and the id of the first of them."""
@@ -66,7 +65,7 @@ class SchedulerViews:
             waiting = deque(
                 (wrapper, subtask.sample_count, subtask.first_sample_no)
                 for wrapper, subtask in self._subtasks(record)
-                if subtask.state in _WAITING
+                if subtask.state in WAITING
             )
             if waiting:
                 waiting.reverse()
@@ -122,9 +121,7 @@ class SchedulerViews:
                 yield record
 
     def _subtasks(self, record: SubmissionRecord) -> Iterator[tuple[TaskWrapper, SubTaskRecord]]:
-        for task in record.open_tasks.values():
-            wrapper = self._local.wrappers[task.task.client_key]
-            wrapper.show(task)
+        for task, wrapper in self._local.open_tasks(record):
             for subtask in task.subtasks:
                 yield wrapper, subtask
 
@@ -172,3 +169,11 @@ class SchedulerViews:
             await self.update_states()
             self.print_all_state()
             await asyncio.sleep(interval_seconds)
+
+
+def state_table(states: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
+    """Its lines: a head, a rule, and a runner to each line; "-" where it has no such key."""
+    keys = sorted({key for state in states.values() for key in state})
+    rows = [["runner_id", *keys]]
+    rows += [[str(runner_id), *(str(state.get(key, "-")) for key in keys)] for runner_id, state in states.items()]
+    return aligned(rows)

@@ -1,4 +1,4 @@
-"""The child's side of a `process` runner: a WorkflowRunner, played as `worker_main` plays any handler.
+"""The child's side of a `process` runner: a WorkflowRunner, played as `child_main` plays any handler.
 
 What comes in was pickled by the process that started this one, of its user's own objects, as `multiprocessing` does
 it. Nothing goes back pickled.
@@ -107,4 +107,6 @@ class WorkflowAgent(BaseAgent):
                 multiprocessing.spawn.import_main_path(self._main_path)
             return pickle.loads(data)  # noqa: S301 -- see the import
         except Exception as error:
-            raise TypeError(f"{what} cannot be made in a process runner: {words_of(error)}") from error
+            is_unguarded = isinstance(error, RuntimeError) and b"__main__" in data
+            hint = "; the program runs again there: start it under `if __name__ == '__main__':`" if is_unguarded else ""
+            raise TypeError(f"{what} cannot be made in a process runner: {words_of(error)}{hint}") from error

@@ -1,85 +1,32 @@
-"""One child's place among the runners of an evaluator, and the seat there that a slot takes."""
+"""What a slot takes at a child runner, and plays one attempt with: a child, or the word that none could be started."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from py_scheduler.domain.runners import RunnerState, RunnerView
 from py_scheduler.execution.play import play_group
 from py_scheduler.execution.runner import lost_report, play_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.results import Reward, SampleDone
-    from py_scheduler.domain.runners import RunnerKey
     from py_scheduler.domain.task import Task
     from py_scheduler.execution.attempt import AttemptReport, RunningAttempt
+    from py_scheduler.execution.child_places import ChildPlace
     from py_scheduler.execution.child_session import ChildSession
     from py_scheduler.execution.workers import Worker
 
 
-class Leave(Protocol):
-    """Gives a place back. suspicion: why its child is to be replaced; empty: it is not."""
+class ChildSeat:
+    """One child for one attempt: the next one begins with a ping again.
 
-    def __call__(self, place: ChildPlace, *, suspicion: str) -> None: ...
-
-
-class ChildPlace:
-    """Where one child lives, and after it the next: kept over restarts.
-
-    failed_tries: starts in a row that came to nothing. failed_rounds: how often in a row all tries did.
-    has_played: the child that is there now, whether it was ever given to a slot.
+    give_back: takes the place, and why its child is to be replaced (empty: it is not).
     """
 
-    def __init__(self, runner_id: str, key: RunnerKey) -> None:
-        self.runner_id = runner_id
-        self.key = key
-        self.state = RunnerState.STARTING
-        self.session: ChildSession | None = None
-        self.running: RunningAttempt | None = None
-        self.restarts = 0
-        self.failed_tries = 0
-        self.failed_rounds = 0
-        self.has_played = False
-        self.message = ""
-
-    def view(self, kind: str, evaluator_id: str, now: float) -> RunnerView:
-        """As it stands. now: monotonic seconds."""
-        view = RunnerView(
-            runner_id=self.runner_id,
-            kind=kind,
-            state=self.state,
-            evaluator_id=evaluator_id,
-            node_ip=self.key[0],
-            gpu_ids=self.key[1] or (),
-            pid=self.session.child.pid if self.session is not None else 0,
-            restarts=self.restarts,
-            message=self.message,
-        )
-        running = self.running
-        if running is None:
-            return view
-        return msgspec.structs.replace(
-            view,
-            submission_id=running.planned.submission_id,
-            task_id=running.ref.task_id,
-            sample_no=running.sample_no,
-            attempt_no=running.ref.attempt_no,
-            begun_unix_seconds=running.began_unix_seconds,
-            running_seconds=now - running.began_at,
-            keys=dict(running.shown),
-        )
-
-
-class ChildSeat:
-    """One child for one attempt: the next one begins with a ping again."""
-
-    def __init__(self, leave: Leave, place: ChildPlace, session: ChildSession) -> None:
-        self._leave = leave
+    def __init__(self, give_back: Callable[[ChildPlace, str], None], place: ChildPlace, session: ChildSession) -> None:
+        self._give_back = give_back
         self._place = place
         self._session = session
         self._suspicion = ""
@@ -108,7 +55,7 @@ class ChildSeat:
             self._session.worker = worker.kill = None
 
     def leave(self) -> None:
-        self._leave(self._place, suspicion=self._suspicion)
+        self._give_back(self._place, self._suspicion)
 
 
 class EmptySeat:
