@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import AlreadyExistsError
 from tests.contract.conftest import whole_server
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -78,6 +80,11 @@ async def test_an_abort_stops_once_and_says_so_again(client: SchedulerClient) ->
         assert (await client.get_submission(7)).aborted_tasks == 4
 
 
+async def are_collectable(client: SchedulerClient, batch_id: int, count: int) -> bool:
+    """What is collected is not watched here."""
+    return (await client.get_submission(batch_id)).collectable_tasks == count
+
+
 async def test_an_abort_and_a_discard_repeated_late_leave_alone_what_came_since(client: SchedulerClient) -> None:
     """As a client's own retry does, whose first try was carried out but not answered."""
     async with asyncio.timeout(30):
@@ -91,14 +98,12 @@ async def test_an_abort_and_a_discard_repeated_late_leave_alone_what_came_since(
         await client.submit(tasks("endless"), 10, delivery=Delivery.COLLECT)
         await client.discard(10, request_id="nothing yet")
         await client.submit(tasks("quick", 1), 10, delivery=Delivery.COLLECT)
-        while not (await client.get_submission(10)).collectable_tasks:  # noqa: ASYNC110 - as below
-            await asyncio.sleep(0.01)
+        await eventually(partial(are_collectable, client, 10, 1), pause_seconds=0.01)
         await client.discard(10, request_id="nothing yet")
         assert (await client.get_submission(10)).collectable_tasks == 1
         for count in (1, 2):
             await client.submit(tasks("quick", count), 9, delivery=Delivery.COLLECT)
-            while (await client.get_submission(9)).open_tasks:  # noqa: ASYNC110 - what is collected is not watched here
-                await asyncio.sleep(0.01)
+            await eventually(partial(are_collectable, client, 9, count), pause_seconds=0.01)
             await client.discard(9, request_id="discard")
         assert (await client.get_submission(9)).collectable_tasks == 2
 

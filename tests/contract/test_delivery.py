@@ -20,6 +20,7 @@ from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, Resour
 from tests.contract.conftest import serve, whole_server
 from tests.support.fake_engine import FakeEngine
 from tests.support.grpc_calls import tasks
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -200,8 +201,7 @@ async def test_a_submission_ends_with_its_client_if_that_was_asked_for() -> None
         await free.aclose()
         await tethered.aclose()
         await asyncio.sleep(0)
-        while not served.engine.aborts:  # noqa: ASYNC110 - an abort of the server's own makes no event here
-            await asyncio.sleep(0.01)
+        await eventually(lambda: served.engine.aborts, pause_seconds=0.01)
     (abort,) = served.engine.aborts
     assert abort.selector.submission_id == "s-7"
     assert "cancel_on_disconnect" in abort.reason

@@ -30,8 +30,9 @@ from py_scheduler.errors import (
 from tests.contract.conftest import whole_server
 from tests.support.controlled_sglang import ControlledSglang
 from tests.support.handlers import spec_of
-from tests.support.harness import running_engine, task_of
+from tests.support.harness import running_engine, task_of, versions
 from tests.support.scripted_model import ScriptedModel
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -111,10 +112,6 @@ async def samples_of(address: str) -> list[SampleDone]:
         return [event async for event in events if isinstance(event, SampleDone)]
 
 
-def versions(sample: SampleDone) -> list[tuple[str, int, int]]:
-    return [(span.version, span.start, span.end) for span in sample.trajectory.weight_spans]
-
-
 @pytest.mark.parametrize(
     ("mode", "policy", "first_turn"),
     [
@@ -143,8 +140,11 @@ async def test_pause_update_continue_around_a_step(
         async with client.paused(PauseMode.RETRACT) as state:
             assert (state.running, state.held) == (0, 0)
             here.agent.tool.set()
-            while (await client.states())[STUDENT].held < SAMPLES:  # noqa: ASYNC110 -- nothing tells of it
-                await asyncio.sleep(0)
+
+            async def all_are_held() -> bool:
+                return (await client.states())[STUDENT].held == SAMPLES
+
+            await eventually(all_are_held)
             assert here.sglang.waiting == 0
             await client.update_weights("/weights/2", "v2")
         await here.sglang.until(lambda: len(here.sglang.running) == SAMPLES)

@@ -6,6 +6,7 @@ import asyncio
 import math
 
 import grpc
+import msgspec
 import pytest
 
 from py_scheduler.api.boundary import CallRefusedError
@@ -71,6 +72,19 @@ async def test_a_set_arrives_whole_and_is_acknowledged(client: SchedulerClient, 
     assert (asked.clear_unfinished, asked.include_partial, asked.with_payloads) == (False, True, True)
     assert 9 < asked.timeout_seconds <= 10
     assert served.engine.results.acknowledged == [("default", asked.request_id)]
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+async def test_a_reply_without_results_is_acknowledged_if_the_call_has_stopped_something(
+    client: SchedulerClient, served: Served, *, is_stopped: bool
+) -> None:
+    """The server keeps what it stopped until then; otherwise there is nothing to be kept."""
+    (task,) = REPLY.unfinished
+    served.engine.results.collected = CollectReply(
+        submission_id="s", unfinished=(msgspec.structs.replace(task, is_stopped=is_stopped),)
+    )
+    await client.collect(7, request_id="r")
+    assert served.engine.results.acknowledged == ([("default", "r")] if is_stopped else [])
 
 
 async def test_what_is_not_to_be_acknowledged_is_not(client: SchedulerClient, served: Served) -> None:

@@ -26,6 +26,7 @@ from py_scheduler.scheduler.staleness import StalenessSettings
 from tests.support.controlled_model import ControlledModel
 from tests.support.handlers import spec_of
 from tests.support.harness import running_engine, task_of
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,9 +52,7 @@ class Served(msgspec.Struct):
     address: str
 
     async def until_running(self, count: int) -> None:
-        async with asyncio.timeout(10):
-            while len(self.model.flights) != count:  # noqa: ASYNC110 -- nothing tells of it
-                await asyncio.sleep(0)
+        await eventually(lambda: len(self.model.flights) == count)
 
 
 @asynccontextmanager

@@ -288,9 +288,10 @@ async def test_a_closed_client_loses_its_lease() -> None:
 
 async def test_a_cancelled_owner_gives_back_and_stays_cancelled() -> None:
     async with leasing(1) as server, client_of(server) as client:
-        owner = asyncio.create_task(own(client, lambda: asyncio.sleep(0)))
-        await eventually(lambda: server.free == 0)
-        await asyncio.sleep(0.05)
+        holding = asyncio.Barrier(2)
+        owner = asyncio.create_task(own(client, holding.wait))
+        await holding.wait()
+        assert server.free == 0
         owner.cancel()
         await asyncio.wait([owner])
         assert owner.cancelled()

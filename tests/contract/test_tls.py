@@ -70,7 +70,7 @@ async def test_plain_text_and_another_authority_get_nowhere(encrypted: Served, t
     (tmp_path / "other").mkdir()
     other = Certificates(tmp_path / "other")
     for tls in (None, ClientTls(ca=str(other.ca))):
-        with pytest.raises(ServerError):
+        with pytest.raises(ServerError, match="lets nobody in like this"):
             await call(encrypted.address, tls)
     assert not encrypted.engine.submits
 

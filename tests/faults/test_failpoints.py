@@ -20,6 +20,7 @@ from py_scheduler.errors import ResourceExhaustedError
 from tests.faults import failpoints
 from tests.faults.failpoints import EXIT_STATUS, POINTS, VARIABLE
 from tests.support.served_process import served_process
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -149,10 +150,8 @@ async def test_it_stops_at_the_point_and_goes_on_when_it_is_continued(tmp_path: 
 
 async def until_stopped(pid: int) -> None:
     stat = Path(f"/proc/{pid}/stat")
-    async with asyncio.timeout(20):
-        # Nothing tells of it: neither the process, nor its parent without waiting for the child itself.
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":  # noqa: ASYNC110, ASYNC240
-            await asyncio.sleep(0.01)
+    # Nothing tells of it: neither the process, nor its parent without waiting for the child itself.
+    await eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", pause_seconds=0.01)
 
 
 async def test_nothing_is_acknowledged_or_published_while_the_commit_is_held_up(tmp_path: Path) -> None:

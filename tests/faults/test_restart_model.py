@@ -240,7 +240,7 @@ def said(ledger: Ledger) -> dict[str, Any]:
         "service": msgspec.msgpack.decode(service_snapshot(ledger).content),
         "kept_bytes": ledger.results.kept_bytes,
         "sets": {key: submission.submission_id for key, submission in ledger.results._sets.items()},
-        "requests": dict(ledger._requests),
+        "requests": dict(ledger.requests._records),
         "keys": {key: submission.submission_id for key, submission in ledger._by_key.items()},
         "finished": list(ledger._finished),
         "open": (ledger.open_tasks, ledger.open_samples, dict(ledger._open_tasks_in), set(ledger._tasks)),

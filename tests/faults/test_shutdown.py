@@ -69,6 +69,17 @@ run_resource = {{ gpu = 1.0 }}
 runner = "process"
 """
 
+GATED_CHILD = """
+[[evaluator]]
+evaluator_id = "gated_child"
+handler = "tests.support.app_handlers:Gated"
+handler_args = {{ gate = "{gate}" }}
+resource = {{ gpu = 1.0, concurrency = 1 }}
+run_resource = {{ gpu = 1.0 }}
+runner = "process"
+runner_settings = {{ max_runners = 2 }}
+"""
+
 
 def config_of(folder: Path, server: str = "", more: str = "", *, journal: bool = True) -> Path:
     file = folder / "server.toml"
@@ -79,6 +90,10 @@ def config_of(folder: Path, server: str = "", more: str = "", *, journal: bool =
 
 def tasks(kind: str, count: int = 1, prompt: str = "") -> list[Task]:
     return [Task(config=TaskConfig(task_type=kind), prompt=prompt) for _ in range(count)]
+
+
+async def one_is_held(generation: GenerationClient) -> bool:
+    return (await generation.states())["student"].held == 1
 
 
 @pytest.mark.parametrize("journal", [True, False])
@@ -100,8 +115,7 @@ async def test_a_server_with_everything_open_ends_in_time_and_tells_everybody(tm
         await client.submit(tasks("sleepy"), 3, delivery=Delivery.COLLECT)
         await client.submit(tasks("child", prompt=f"block {pipe}"), 4)
         child = await pipe.told()
-        while (await generation.states())["student"].held < 1:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
+        await eventually(lambda: one_is_held(generation), pause_seconds=0.01)
         await leases.acquire(Resource(gpu=1), 1)
         stub: Any = scheduler_service_pb2_grpc.SchedulerServiceStub(channel)
         read = [stub.WatchEvents(service.WatchEventsRequest()) for _ in range(20)]
@@ -110,18 +124,7 @@ async def test_a_server_with_everything_open_ends_in_time_and_tells_everybody(tm
         unread = [stub.WatchEvents(service.WatchEventsRequest()) for _ in range(20)]
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
-        waiting: list[asyncio.Task[Any]] = [
-            asyncio.create_task(client.collect(3, timeout_seconds=600.0)),
-            asyncio.create_task(leases.acquire(Resource(gpu=4), 1, wait=True, timeout_seconds=600.0)),
-            asyncio.create_task(client.abort(submission_id=deaf.submission_id, timeout_seconds=600.0)),
-        ]
-        # The abort has come when its event has, and with it what was sent before it on the same connection.
-        async with aclosing(
-            client.watch(submission_id=deaf.submission_id, kinds=[EventKind.ABORT_REQUESTED])
-        ) as frames:
-            while not (await anext(frames)).records:
-                pass
-        await leases.capacity(Resource(gpu=4))
+        waiting = await calls_that_wait(client, leases, deaf.submission_id)
         begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -142,11 +145,30 @@ async def test_a_server_with_everything_open_ends_in_time_and_tells_everybody(tm
             stream.cancel()
         await eventually(lambda: not is_there(child), pause_seconds=0.01)
         if journal:
-            again = await stack.enter_async_context(served_process(config_of(tmp_path, "", engine)))
-            after = await stack.enter_async_context(SchedulerClient(again.address))
-            assert [(await after.get_submission(batch_id)).open_tasks for batch_id in (1, 3, 4)] == [1, 1, 1]
-            assert (await after.get_submission(2)).aborted_tasks == 1
-            again.process.kill()
+            await check_after_a_restart(config_of(tmp_path, "", engine))
+
+
+async def calls_that_wait(client: SchedulerClient, leases: PlacementClient, deaf: str) -> list[asyncio.Task[Any]]:
+    """For results, for a lease, and for the end of a submission whose handler is deaf; the server has all three."""
+    calls: list[asyncio.Task[Any]] = [
+        asyncio.create_task(client.collect(3, timeout_seconds=600.0)),
+        asyncio.create_task(leases.acquire(Resource(gpu=4), 1, wait=True, timeout_seconds=600.0)),
+        asyncio.create_task(client.abort(submission_id=deaf, timeout_seconds=600.0)),
+    ]
+    # The abort has come when its event has, and with it what was sent before it on the same connection.
+    async with aclosing(client.watch(submission_id=deaf, kinds=[EventKind.ABORT_REQUESTED])) as frames:
+        while not (await anext(frames)).records:
+            pass
+    await leases.capacity(Resource(gpu=4))
+    return calls
+
+
+async def check_after_a_restart(config: Path) -> None:
+    """What was open goes on, and what was aborted has ended."""
+    async with served_process(config) as server, SchedulerClient(server.address) as client:
+        assert [(await client.get_submission(batch_id)).open_tasks for batch_id in (1, 3, 4)] == [1, 1, 1]
+        assert (await client.get_submission(2)).aborted_tasks == 1
+        server.process.kill()
 
 
 async def to_the_end(stream: Any) -> None:
@@ -191,3 +213,44 @@ async def test_a_second_server_on_the_port_ends_at_once_and_the_first_does_not_n
                 pass
         assert time.monotonic() - begun < 20
         assert (await client.get_submission(1)).open_tasks == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+async def test_who_collects_from_processes_gets_each_result_once_whichever_way_its_server_ends(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    """A collect is under way through it all, and goes on at the next server. What finishes while this one drains is
+    played once; what it was killed under is played again.
+    """
+    gate = tmp_path / "gate"
+    config = config_of(tmp_path, more=GATED_CHILD.format(gate=gate))
+    text = config.read_text().replace("127.0.0.1:0", f"unix:{tmp_path}/s.sock")
+    config.write_text(text.replace(f"drain_seconds = {DRAIN_SECONDS}", "drain_seconds = 30.0"))
+    async with SchedulerClient(f"unix:{tmp_path}/s.sock", reconnect_seconds=60.0) as client, asyncio.timeout(90):
+        async with served_process(config) as server:
+            submission = await client.submit(tasks("gated_child", 4, "x"), 1, delivery=Delivery.COLLECT)
+            await eventually(lambda: all_run(client, 2), pause_seconds=0.01)
+            children = [runner.pid for runner in await client.list_runners() if runner.pid]
+            assert len(children) >= 2
+            collecting = asyncio.create_task(client.collect(1, request_id="r", acknowledge=False))
+            server.process.send_signal(how)
+            if how is signal.SIGTERM:
+                await eventually(lambda: is_said(config, "stopping: no new tasks"), pause_seconds=0.01)
+            gate.touch()
+            assert await server.process.wait() == (0 if how is signal.SIGTERM else -how)
+            await eventually(lambda: not any(map(is_there, children)), pause_seconds=0.01)
+        async with served_process(config):
+            reply = await collecting
+            assert sorted(result.task_id for result in reply.results) == sorted(submission.task_ids)
+            attempts = sorted(sample.attempt_no for result in reply.results for sample in result.samples)
+            assert attempts == ([1] * 4 if how is signal.SIGTERM else [1, 1, 2, 2])
+            assert await client.collect(1, request_id="r") == reply, "the same set, until it is acknowledged"
+            assert not await client.has_step(1)
+
+
+async def all_run(client: SchedulerClient, count: int) -> bool:
+    return (await client.get_submission(1)).running_attempts == count
+
+
+def is_said(config: Path, words: str) -> bool:
+    return words in config.with_suffix(".log").read_text()

@@ -27,6 +27,7 @@ from py_scheduler.errors import ResourceExhaustedError
 from py_scheduler.wire.events import MAX_FRAME_BYTES
 from tests.faults import measured
 from tests.support.served_process import ROOT, served_process
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -115,8 +116,7 @@ async def test_ten_thousand_streams_that_were_broken_off_leave_nothing(tmp_path:
         for _ in range(ROUNDS):
             client.stdin.write(b"again\n")
             assert int(await client.stdout.readline()) == STREAMS
-            while open_files(server) > files_open:  # noqa: ASYNC110 - nothing tells of another process's connections
-                await asyncio.sleep(0.05)
+            await eventually(lambda: open_files(server) <= files_open, pause_seconds=0.05)
             rounds.append(await measure(server, tmp_path / "measurements"))
     first, last = rounds[0], rounds[-1]
     more = {kind: count - first["objects"].get(kind, 0) for kind, count in last["objects"].items()}
@@ -138,8 +138,7 @@ async def measure(server: ServedProcess, report: Path) -> dict[str, Any]:
     """What a measured process holds now."""
     lines = lines_of(report)
     server.process.send_signal(signal.SIGUSR1)
-    while len(lines_of(report)) == len(lines):  # noqa: ASYNC110 - nothing tells of another process's file
-        await asyncio.sleep(0.05)
+    await eventually(lambda: len(lines_of(report)) > len(lines), pause_seconds=0.05)
     answer: dict[str, Any] = json.loads(lines_of(report)[-1])
     return answer
 
@@ -226,18 +225,16 @@ async def test_a_client_that_is_killed_frees_its_streams_within_a_second(tmp_pat
             await anext(other.watch())
         client.send_signal(signal.SIGKILL)
         await client.wait()
-        async with asyncio.timeout(1):
-            while await is_refused(other):  # noqa: ASYNC110 - no event comes from another process's server
-                await asyncio.sleep(0.02)
+        await eventually(lambda: may_watch(other), pause_seconds=0.02, within_seconds=1.0)
 
 
-async def is_refused(client: SchedulerClient) -> bool:
-    """Whether another watch is one too many."""
+async def may_watch(client: SchedulerClient) -> bool:
+    """Whether another watch is not one too many."""
     try:
         await anext(client.watch())
     except ResourceExhaustedError:
-        return True
-    return False
+        return False
+    return True
 
 
 async def test_a_result_of_60_mb_does_not_delay_health(tmp_path: Path) -> None:

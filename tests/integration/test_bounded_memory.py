@@ -18,8 +18,8 @@ from py_scheduler.domain.results import AgentResult, Reward
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.interfaces.task_scheduler import TaskScheduler
 from py_scheduler.placement import PlacementPool
-from tests.integration.test_task_scheduler_runs import engine_of
 from tests.support.handlers import spec_of
+from tests.support.task_schedulers import engine_of
 
 pytestmark = [pytest.mark.slow]
 

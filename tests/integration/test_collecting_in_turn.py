@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.domain.collecting import CollectRequest
 from py_scheduler.domain.evaluator import Episode
 from py_scheduler.domain.requests import AbortRequest, SubmissionSelector
@@ -20,16 +19,9 @@ from tests.support.collecting import collect, drain, hanging, schedule, until_co
 from tests.support.fake_clock import FakeClock, settle
 from tests.support.handlers import GatedAgent, ScriptedAgent, hangs, spec_of
 from tests.support.harness import running_engine, task_of
+from tests.support.journal_store import SurvivingJournal
 
 AT_ONCE = EngineSettings(retry_backoff_seconds=0.0)
-
-
-class KeptJournal(MemoryJournal):
-    """Outlives its engine, as a durable one does."""
-
-    @property
-    def is_durable(self) -> bool:
-        return True
 
 
 # One call after another
@@ -107,6 +99,101 @@ async def test_a_call_that_is_given_up_has_taken_nothing() -> None:
         await asyncio.wait([waiting])
         agent.gate.set()
         assert len((await collect(harness.engine)).results) == 1
+
+
+async def test_a_call_that_only_stopped_tasks_is_told_so_again() -> None:
+    """Its reply may have been lost on the way, and the tasks have left nothing else."""
+    async with running_engine(spec_of(ScriptedAgent(hangs=hangs))) as harness:
+        await schedule(harness.engine, hanging(2))
+        first = await collect(harness.engine, request_id="r", acknowledge=False, timeout_seconds=0.0)
+        assert ([task.is_stopped for task in first.unfinished], first.is_timed_out) == ([True, True], True)
+        assert await collect(harness.engine, request_id="r") == first
+        assert harness.engine.ledger.results.collected("default", "r") is None
+
+
+async def test_a_call_that_breaks_while_it_stops_tasks_is_told_of_them_when_it_is_sent_again() -> None:
+    """And stops nothing of what was scheduled since."""
+    is_told, stays = asyncio.Event(), asyncio.Event()
+
+    async def stubborn(_: Episode) -> AgentResult:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            is_told.set()
+            await stays.wait()
+        return AgentResult()
+
+    async with running_engine(spec_of(ScriptedAgent(stubborn=stubborn, hangs=hangs))) as harness:
+        done, stopped = (await schedule(harness.engine, [task_of(), task_of("stubborn")])).task_ids
+        await until_running(harness, 1)
+        await until_collectable(harness, 1)
+        first = asyncio.create_task(collect(harness.engine, request_id="r", timeout_seconds=0.0))
+        await is_told.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        stays.set()
+        await schedule(harness.engine, hanging(1))
+        reply = await collect(harness.engine, request_id="r", timeout_seconds=0.0)
+        assert [result.task_id for result in reply.results] == [done]
+        assert [(task.task_id, task.is_stopped) for task in reply.unfinished] == [(stopped, True)]
+        assert reply.is_timed_out
+        assert view(harness.engine).open_tasks == 1
+        assert harness.engine.results._partings == {}
+
+
+async def test_a_call_that_took_and_stopped_nothing_leaves_nothing() -> None:
+    async with running_engine(spec_of(ScriptedAgent(hangs=hangs))) as harness:
+        await schedule(harness.engine, hanging(2))
+        reply = await collect(
+            harness.engine, request_id="r", acknowledge=False, timeout_seconds=0.0, clear_unfinished=False
+        )
+        assert [task.is_stopped for task in reply.unfinished] == [False, False]
+        assert harness.engine.ledger.results.collected("default", "r") is None
+
+
+async def test_what_another_call_took_meanwhile_is_not_told_to_be_without_a_result() -> None:
+    """Of two tasks that a call stops one leaves a result, which another call takes while the first waits for the other
+    task's handler.
+    """
+    has_run: set[str] = set()
+    stays = asyncio.Event()
+
+    async def half(episode: Episode) -> AgentResult:
+        if episode.sample.task.prompt not in has_run:
+            has_run.add(episode.sample.task.prompt)
+            return AgentResult()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def stubborn(_: Episode) -> AgentResult:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await stays.wait()
+        return AgentResult()
+
+    async with running_engine(spec_of(ScriptedAgent(half=half, stubborn=stubborn))) as harness:
+        kept, _ = (await schedule(harness.engine, [task_of("half", repeat_times=2), task_of("stubborn")])).task_ids
+        await until_running(harness, 2)
+        first = asyncio.create_task(collect(harness.engine, timeout_seconds=0.0, include_partial=True))
+        await until_collectable(harness, 1)
+        other = await collect(harness.engine, timeout_seconds=0.0, clear_unfinished=False)
+        assert [result.task_id for result in other.results] == [kept]
+        stays.set()
+        reply = await first
+        assert reply.results == ()
+        assert kept not in [task.task_id for task in reply.unfinished]
+        assert len(reply.unfinished) == 1
+
+
+async def test_a_submission_may_be_forgotten_while_a_call_waits_for_it() -> None:
+    agent = GatedAgent()
+    async with running_engine(spec_of(agent), settings=EngineSettings(retained_submissions=0)) as harness:
+        await schedule(harness.engine, [task_of()])
+        first, second = (asyncio.create_task(collect(harness.engine)) for _ in range(2))
+        await settle()
+        agent.gate.set()
+        assert sorted([len((await first).results), len((await second).results)]) == [0, 1]
 
 
 async def test_draining_takes_what_is_there_and_waits_for_nothing() -> None:
@@ -191,11 +278,11 @@ async def test_a_thousand_drained_batches_leave_nothing() -> None:
             assert len((await collect(harness.engine, step)).results) == 2
         ledger = harness.engine._ledger
         assert (ledger.results.kept_bytes, ledger.open_tasks) == (0, 0)
-        assert len(ledger._submissions) == len(ledger._requests) == 10
+        assert len(ledger._submissions) == len(ledger.requests._records) == 10
 
 
 async def test_a_restart_keeps_what_was_not_acknowledged_and_nothing_else() -> None:
-    journal = KeptJournal()
+    journal = SurvivingJournal()
     agent = GatedAgent()
     specs = (spec_of(agent), spec_of(ScriptedAgent(), "quick"))
     async with running_engine(*specs, journal=journal) as harness:

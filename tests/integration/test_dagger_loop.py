@@ -18,6 +18,7 @@ from py_scheduler.rollout.loop_state import LoopState, read_loop_state
 from py_scheduler.rollout.store import read_samples
 from tests.support.rows import write_lines
 from tests.support.scripted_sglang import ScriptedSglang
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,8 +137,7 @@ async def test_a_kill_in_iteration_3_and_a_restart_finish_all_5_with_the_same_ta
 
     first = await Loop(config, killed).start()
     await first.until("iteration 3: ")
-    while not list((killed / "partial").glob("iter_003/*.parquet")):  # noqa: ASYNC110 -- another process writes it
-        await asyncio.sleep(0.02)
+    await eventually(lambda: list((killed / "partial").glob("iter_003/*.parquet")), pause_seconds=0.02)
     first.process.send_signal(signal.SIGKILL)
     await first.process.communicate()
     state = read_loop_state(killed / "loop_state.json")

@@ -16,10 +16,10 @@ from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
 from py_scheduler.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError
 from py_scheduler.scheduler.settings import EngineSettings
-from tests.integration.test_restore import SurvivingJournal
 from tests.support.fake_clock import FakeClock, settle
 from tests.support.handlers import GatedAgent, ScriptedAgent, StubbornAgent, hangs, spec_of
 from tests.support.harness import running_engine, task_of
+from tests.support.journal_store import SurvivingJournal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,10 +15,10 @@ from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AgentResult, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.execution.runner import InlineRunner
 from py_scheduler.scheduler.settings import EngineSettings
-from tests.integration.test_restore import SurvivingJournal
 from tests.support.fake_clock import FakeClock, settle
 from tests.support.handlers import SolvingAgent, gpu_spec, raises, spec_of, two_nodes
 from tests.support.harness import running_engine, samples_in, task_of
+from tests.support.journal_store import SurvivingJournal
 from tests.support.ranking import RankingAgent, one_done
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from py_scheduler.domain.results import AgentResult, AttemptState, Outcome, Task
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import SandboxError
 from py_scheduler.scheduler.settings import EngineSettings
-from tests.integration.test_restore import SurvivingJournal
 from tests.support.fake_clock import FakeClock, settle
 from tests.support.handlers import ScriptedAgent, StubbornAgent, spec_of
 from tests.support.harness import running_engine, samples_in, task_of
+from tests.support.journal_store import SurvivingJournal
 from tests.support.ranking import RankingAgent, one_done
 
 if TYPE_CHECKING:

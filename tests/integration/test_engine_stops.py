@@ -46,28 +46,34 @@ async def test_an_abort_right_after_a_submit_never_runs() -> None:
     assert agent.begun == {}
 
 
-async def test_abort_with_wait_returns_when_the_work_has_stopped() -> None:
-    stopping, may_stop = asyncio.Event(), asyncio.Event()
+class StopsSlowly:
+    """Plays until it is told to stop, and then until it may."""
 
-    async def stops_slowly(_: Episode) -> AgentResult:
+    def __init__(self) -> None:
+        self.stopping, self.may_stop = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, _: Episode) -> AgentResult:
         try:
             await asyncio.Event().wait()
         finally:
-            stopping.set()
-            await may_stop.wait()
+            self.stopping.set()
+            await self.may_stop.wait()
         raise AssertionError("unreachable")
 
-    async with running_engine(spec_of(ScriptedAgent(slow=stops_slowly))) as harness:
+
+async def test_abort_with_wait_returns_when_the_work_has_stopped() -> None:
+    slow = StopsSlowly()
+    async with running_engine(spec_of(ScriptedAgent(slow=slow))) as harness:
         reply = await harness.submit([task_of("slow")])
         await harness.until_started(reply, 1)
         selector = harness.selector(reply)
         at_once = await harness.engine.abort(AbortRequest(selector=selector, wait=True, timeout_seconds=0.01))
         assert at_once.still_stopping == reply.task_ids
         waiting = asyncio.ensure_future(harness.engine.abort(AbortRequest(selector=selector, wait=True)))
-        await stopping.wait()
+        await slow.stopping.wait()
         await settle()
         assert not waiting.done()
-        may_stop.set()
+        slow.may_stop.set()
         assert (await waiting).still_stopping == ()
         (done,) = (await harness.done(reply)).values()
         assert done.state is TaskState.ABORTED
@@ -133,26 +139,17 @@ async def test_nothing_is_tried_again_beside_a_handler_that_ignores_its_stop() -
 
 
 async def test_an_abort_of_all_waits_for_what_an_earlier_abort_is_still_stopping() -> None:
-    may_stop, stopping = asyncio.Event(), asyncio.Event()
-
-    async def stops_slowly(_: Episode) -> AgentResult:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            stopping.set()
-            await may_stop.wait()
-        raise AssertionError("unreachable")
-
-    async with running_engine(spec_of(ScriptedAgent(slow=stops_slowly, other=hangs))) as harness:
+    slow = StopsSlowly()
+    async with running_engine(spec_of(ScriptedAgent(slow=slow, other=hangs))) as harness:
         reply = await harness.submit([task_of("slow"), task_of("other")])
         await harness.until_started(reply, 2)
         selector = harness.selector(reply)
         await harness.engine.abort(AbortRequest(selector=selector, task_ids=(reply.task_ids[0],)))
-        await stopping.wait()
+        await slow.stopping.wait()
         waiting = asyncio.ensure_future(harness.engine.abort(AbortRequest(selector=selector, wait=True)))
         await settle()
         assert not waiting.done()
-        may_stop.set()
+        slow.may_stop.set()
         assert (await waiting).still_stopping == ()
         with pytest.raises(NotFoundError, match="no task"):
             await harness.engine.abort(AbortRequest(selector=selector, task_ids=("nobody",)))

@@ -16,13 +16,12 @@ from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.controlled_model import ControlledModel
 from tests.support.fake_clock import FakeClock, settle
 from tests.support.handlers import spec_of
-from tests.support.harness import Harness, running_engine, task_of
+from tests.support.harness import Harness, running_engine, task_of, versions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from py_scheduler.domain.evaluator import Episode
-    from py_scheduler.domain.results import SampleDone
 
 BUDGET = 10
 
@@ -83,10 +82,6 @@ async def held(agent: ToolAgent | None = None, **spec: Any) -> AsyncIterator[Hel
         spec_of(agent, default_sampling=sampling, **spec), clock=clock, generation_engines=engines
     ) as harness:
         yield Held(harness, model, clock, agent)
-
-
-def versions(sample: SampleDone) -> list[tuple[str, int, int]]:
-    return [(span.version, span.start, span.end) for span in sample.trajectory.weight_spans]
 
 
 async def test_an_episode_in_a_tool_call_is_held_before_its_next_generation_and_no_time_passes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import apsw
@@ -17,12 +16,13 @@ from py_scheduler.domain.requests import EventFilter
 from py_scheduler.domain.results import AgentResult
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.staleness import StalenessSettings
-from tests.integration.test_staleness import STEP, Training, training
 from tests.support.app_handlers import Delivering
 from tests.support.collecting import collect, schedule, view
 from tests.support.controlled_model import ControlledModel
 from tests.support.handlers import spec_of
 from tests.support.harness import Harness, running_engine, task_of
+from tests.support.training import STEP, Training, training
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -179,10 +179,8 @@ async def stored(folder: Path, condition: Any) -> bool:
     """Until the snapshots in the store have such a size."""
     database = apsw.Connection(str(folder / "journal.db"), flags=apsw.SQLITE_OPEN_READONLY)
     try:
-        async with asyncio.timeout(20):
-            select = "SELECT coalesce(sum(length(content)), 0) FROM snapshot"
-            while not condition(database.execute(select).get):  # noqa: ASYNC110 - a thread writes it
-                await asyncio.sleep(0.02)
+        select = "SELECT coalesce(sum(length(content)), 0) FROM snapshot"
+        await eventually(lambda: condition(database.execute(select).get), pause_seconds=0.02)
     finally:
         database.close()
     return True

@@ -7,25 +7,29 @@ import os
 import resource
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
 from py_scheduler.adapters._journal_retention import JournalLimits
 from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.client import SchedulerClient
+from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.requests import EventFilter
+from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import ResourceExhaustedError
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
 from tests.support.journals import done, ended, open_journal
-from tests.support.served_process import ROOT
+from tests.support.served_process import ROOT, served_process
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from py_scheduler.client import Submission
     from py_scheduler.domain.requests import SubmitReply
 
 DISK_BYTES = 24 << 20
@@ -151,3 +155,66 @@ def test_files_that_may_not_grow_are_like_a_full_disk(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "cannot be written" in ran.stderr
+
+
+SERVED = """
+[server]
+listen = "unix:{folder}/s.sock"
+[journal]
+state_dir = "{state}"
+ballast_bytes = 4_194_304
+[[evaluator]]
+evaluator_id = "echo"
+handler = "tests.support.app_handlers:Echo"
+resource = {{ concurrency = 8 }}
+"""
+
+
+async def submitted(client: SchedulerClient, batch_id: int) -> Submission:
+    """Under a request id of its own: what was refused and is asked for again is the same."""
+    task = Task(config=TaskConfig(task_type="echo"), prompt="x" * 20_000)
+    return await client.submit([task], batch_id, request_id=f"r{batch_id}")
+
+
+async def all_done(client: SchedulerClient, submission: Submission) -> None:
+    async with aclosing(client.watch(submission_id=submission.submission_id, cursor=submission.cursor)) as frames:
+        async for frame in frames:
+            if any(isinstance(record.event, TaskDone) for record in frame.records):
+                return
+
+
+async def test_a_service_on_a_full_disk_refuses_submits_answers_reads_and_goes_on_by_itself_also_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "disk").mkdir()
+    config = tmp_path / "scheduler.toml"
+    config.write_text(SERVED.format(folder=tmp_path, state=tmp_path / "disk/state"))
+    with small_disk(tmp_path / "disk") as disk:
+        async with SchedulerClient(f"unix:{tmp_path}/s.sock", reconnect_seconds=60.0) as client, asyncio.timeout(90):
+            async with served_process(config) as served:
+                taken = [await submitted(client, 0)]
+                await all_done(client, taken[0])
+                filler = fill(disk)
+                with pytest.raises(ResourceExhaustedError) as refused:  # noqa: PT012 - whichever of them it is
+                    while True:
+                        taken.append(await submitted(client, len(taken)))
+                assert refused.value.retry_after_seconds
+                await all_done(client, taken[0])
+                assert (await client.get_submission(0)).succeeded_tasks == 1
+                filler.unlink()
+                await eventually(lambda: is_taken(client, len(taken)), pause_seconds=0.05)
+                served.process.kill()
+                await served.process.wait()
+            async with served_process(config):
+                for batch_id, submission in enumerate(taken):
+                    assert (await submitted(client, batch_id)).task_ids == submission.task_ids
+                    await all_done(client, submission)
+                assert (await client.get_submission(len(taken))).scheduled_tasks == 1, "taken in once"
+
+
+async def is_taken(client: SchedulerClient, batch_id: int) -> bool:
+    try:
+        await submitted(client, batch_id)
+    except ResourceExhaustedError:
+        return False
+    return True

@@ -24,18 +24,11 @@ from tests.support.children import Pipe, children, is_there, runner_settings
 from tests.support.controlled_model import ControlledModel
 from tests.support.fake_clock import settle
 from tests.support.handlers import gpu_spec, spec_of, two_nodes
-from tests.support.harness import Harness, running_engine, task_of
+from tests.support.harness import play, running_engine, task_of
 from tests.support.scripted_model import ScriptedModel
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from py_scheduler.domain.results import SampleDone
-
-
-async def play(harness: Harness, prompt: str, **config: Any) -> SampleDone:
-    (sample,) = await harness.samples(await harness.submit([task_of(prompt, **config)]))
-    return sample
 
 
 async def test_children_stay_and_play_one_sample_after_the_other() -> None:
@@ -45,8 +38,9 @@ async def test_children_stay_and_play_one_sample_after_the_other() -> None:
         samples = await harness.samples(await harness.submit([task_of("fine") for _ in range(20)]))
         assert [sample.outcome for sample in samples] == [Outcome.SOLVED] * 20, samples
         used = {sample.reward.details["pid"] for sample in samples}
-        assert len(used) <= 2, "max_runners"
-        assert used == set(harness.pids)
+        # One that was ready when all were played has played none.
+        assert used <= set(harness.pids)
+        assert len(harness.pids) <= 2, "max_runners"
         assert samples[0].reward.details["answer"] == "hello"
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.adapters.sqlite_journal import SqliteJournal
 from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.requests import EventFilter
@@ -16,21 +15,13 @@ from py_scheduler.domain.results import AttemptState, TaskState
 from tests.support.fake_clock import FakeClock, settle
 from tests.support.handlers import GatedAgent, ScriptedAgent, SolvingAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
-from tests.support.journal_store import Store
+from tests.support.journal_store import Store, SurvivingJournal
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.requests import SubmitReply
-
-
-class SurvivingJournal(MemoryJournal):
-    """Stays when its engine goes: to the next engine it is what a file is to the next process."""
-
-    @property
-    def is_durable(self) -> bool:
-        return True
 
 
 async def records_of(harness: Harness, reply: SubmitReply) -> list[EventRecord]:

@@ -20,8 +20,8 @@ from py_scheduler.interfaces.step_desk import StepDesk
 from py_scheduler.rollout.loop_state import read_loop_state, write_loop_state
 from py_scheduler.rollout.settings import RolloutSettings
 from py_scheduler.rollout.store import read_samples
-from tests.integration.test_task_scheduler_steps import prompts, rows, scheduler_of
 from tests.support.step_handlers import Rated
+from tests.support.task_schedulers import prompts, rows, scheduler_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.iteration import IterationContext
@@ -20,32 +19,17 @@ from py_scheduler.domain.task import Batch
 from py_scheduler.errors import AlreadyExistsError, UnplaceableError
 from py_scheduler.interfaces.task_run import WINDOW_SAMPLES
 from py_scheduler.interfaces.task_scheduler import TaskScheduler
-from py_scheduler.scheduler.engine import Engine
-from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.handlers import GatedAgent, ScriptedAgent, SolvingAgent, gpu_spec, raises, spec_of, two_nodes
 from tests.support.harness import task_of
+from tests.support.task_schedulers import engine_of
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from py_scheduler.domain.evaluator import Episode, EvaluatorSpec
-    from py_scheduler.domain.ports import Journal
+    from py_scheduler.domain.evaluator import Episode
     from py_scheduler.domain.task import Task
-    from py_scheduler.placement import PlacementPool
     from py_scheduler.rollout.groups import Group
-
-
-def engine_of(
-    *specs: EvaluatorSpec, pool: PlacementPool | None = None, journal: Journal | None = None, **settings: Any
-) -> Engine:
-    return Engine(
-        specs=specs,
-        pool=pool,
-        generation_engines={},
-        journal=journal or MemoryJournal(),
-        clock=LoopClock(),
-        settings=EngineSettings(**settings),
-    )
 
 
 async def test_groups_come_in_the_order_of_their_tasks_whatever_order_they_finish_in() -> None:
@@ -128,8 +112,7 @@ async def test_cancelling_a_run_aborts_its_tasks() -> None:
     engine = engine_of(spec_of(agent))
     async with TaskScheduler(engine) as scheduler:
         running = asyncio.create_task(scheduler.run_all([task_of(str(n)) for n in range(100)], batch_id=3))
-        while agent.inside < 64:  # noqa: ASYNC110 -- nothing tells
-            await asyncio.sleep(0)
+        await eventually(lambda: agent.inside == 64)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -198,8 +181,7 @@ async def test_a_full_queue_makes_a_run_wait_and_not_fail() -> None:
     engine = engine_of(spec_of(agent), max_queued_samples=WINDOW_SAMPLES)
     async with TaskScheduler(engine) as scheduler:
         running = asyncio.create_task(scheduler.run_all([task_of(str(n)) for n in range(2 * WINDOW_SAMPLES)]))
-        while agent.inside < 64:  # noqa: ASYNC110 -- nothing tells
-            await asyncio.sleep(0)
+        await eventually(lambda: agent.inside == 64)
         agent.gate.set()
         assert len(await running) == 2 * WINDOW_SAMPLES
 
@@ -226,8 +208,7 @@ async def test_a_run_on_a_surviving_journal_goes_on_where_it_was() -> None:
     scheduler = TaskScheduler(engine_of(spec_of(agent), journal=journal, max_running_samples=64))
     async with scheduler:
         running = asyncio.create_task(scheduler.run_all(tasks, batch_id=5))
-        while agent.inside < 64:  # noqa: ASYNC110 -- nothing tells
-            await asyncio.sleep(0)
+        await eventually(lambda: agent.inside == 64)
         scheduler.leaves_tasks = True
         running.cancel()
         await asyncio.wait([running])

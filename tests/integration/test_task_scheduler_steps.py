@@ -19,29 +19,21 @@ from py_scheduler.rollout.dagger import DAggerSchedule
 from py_scheduler.rollout.filters import FilterSettings, Rejection
 from py_scheduler.rollout.iteration_summary import read_summary
 from py_scheduler.rollout.loop_state import read_loop_state
-from py_scheduler.rollout.reuse import ReuseSettings
 from py_scheduler.rollout.settings import RolloutSettings
 from py_scheduler.rollout.sources import IterableSource
-from tests.integration.test_task_scheduler_runs import engine_of
 from tests.support.handlers import GatedAgent, SolvingAgent, spec_of
 from tests.support.step_handlers import Published, Rated
+from tests.support.task_schedulers import engine_of, prompts, rows, scheduler_of
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from py_scheduler.domain.evaluator import BaseAgent
     from py_scheduler.domain.results import SampleDone
-    from py_scheduler.interfaces.step_results import RolloutResult
     from py_scheduler.rollout.groups import Group
 
-ROLLED_OUT = RolloutSettings(groups_per_step=2, reuse=ReuseSettings(mode="never"))
 SPREAD = FilterSettings(rejection=Rejection.SPREAD)
-
-
-def rows(name: str, count: int, repeat_times: int = 2, **metadata: Any) -> list[Task]:
-    config = TaskConfig(task_type="agent", repeat_times=repeat_times, dataset=name)
-    return [Task(config=config, prompt=f"{name} {number}", metadata=metadata) for number in range(count)]
 
 
 def numbered(scores: dict[int, list[float]], count: int = 12) -> list[Task]:
@@ -50,26 +42,6 @@ def numbered(scores: dict[int, list[float]], count: int = 12) -> list[Task]:
     return [
         Task(config=config, prompt=f"train {n}", metadata={"scores": scores.get(n, [0.0, 1.0])}) for n in range(count)
     ]
-
-
-def scheduler_of(
-    handler: BaseAgent | None = None,
-    source: list[Task] | None = None,
-    evals: dict[str, list[Task]] | None = None,
-    **more: Any,
-) -> TaskScheduler:
-    settings = more.pop("settings", ROLLED_OUT)
-    return TaskScheduler(
-        engine_of(spec_of(handler or Rated())),
-        settings=settings,
-        source=IterableSource("train", rows("train", 12) if source is None else source),
-        eval_sources=[IterableSource(name, tasks, on_end="stop") for name, tasks in (evals or {}).items()],
-        **more,
-    )
-
-
-def prompts(result: RolloutResult) -> list[str]:
-    return [group.task.prompt for group in result.groups]
 
 
 # Rollouts
@@ -141,8 +113,7 @@ async def test_a_cancelled_step_aborts_its_tasks_and_gives_them_back(tmp_path: P
     agent = GatedAgent()
     async with scheduler_of(agent, artifact_root=tmp_path) as scheduler:
         step = asyncio.create_task(scheduler.execute_rollout(0))
-        while agent.inside < 4:  # noqa: ASYNC110 -- nothing tells
-            await asyncio.sleep(0)
+        await eventually(lambda: agent.inside == 4)
         with pytest.raises(FailedPreconditionError, match="a rollout is under way already"):
             await scheduler.execute_rollout(1)
         step.cancel()
@@ -330,8 +301,7 @@ async def test_an_eval_runs_beside_a_step_under_one_limit() -> None:
         async with asyncio.TaskGroup() as steps:
             rolling = steps.create_task(scheduler.execute_rollout(0))
             evaluating = steps.create_task(scheduler.execute_eval(0))
-            while agent.inside < 5:  # noqa: ASYNC110 -- nothing tells
-                await asyncio.sleep(0)
+            await eventually(lambda: agent.inside == 5)
             agent.gate.set()
         assert len(rolling.result().groups) == 20
         assert len(evaluating.result().datasets["a"]) == 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -109,6 +110,31 @@ async def test_an_aborted_batch_keeps_its_results_and_an_unknown_one_is_nothing(
         assert "batch 0 was aborted" in stopped.message
         scheduler.discard_completed_results(0)
         assert scheduler.stopped_without_result(0) == []
+
+
+async def test_what_is_drained_while_an_abort_waits_is_not_told_to_have_left_no_result() -> None:
+    gate, stubborn, runs = Gate(), Gate(), itertools.count()
+
+    async def all_but_the_first_hang(workflow: object) -> None:
+        if next(runs):
+            await gate(workflow)
+
+    async def ignores_a_stop(workflow: object) -> None:
+        try:
+            await gate(workflow)
+        except asyncio.CancelledError:
+            await stubborn(workflow)
+
+    async with started(max_repeat_times_per_runner=1) as scheduler:
+        scheduler.schedule([told(all_but_the_first_hang, 2), told(ignores_a_stop)], 0)
+        await eventually(lambda: gate.visits == 2)
+        aborting = asyncio.ensure_future(scheduler.abort_batch(0, return_partial_tasks=True, restart_runners=False))
+        await eventually(lambda: bool(scheduler.completed_tasks))
+        (status,), _ = await scheduler.drain_batch_payload_results(0)
+        assert (status.completed_runs, status.total_runs) == (1, 2)
+        stubborn.open()
+        await aborting
+        assert [left.total_runs for left in scheduler.stopped_without_result(0)] == [1]
 
 
 async def test_discarded_results_are_gone() -> None:

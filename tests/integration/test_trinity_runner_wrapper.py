@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from py_scheduler.interfaces.trinity import (
     TaskWrapper,
 )
 from tests.support.trinity_workflows import Gate, new_config, read, started, told
+from tests.support.waiting import eventually
 
 
 async def test_run_with_retry_plays_on_that_runner_and_no_other() -> None:
@@ -51,6 +53,24 @@ async def test_run_with_retry_of_a_runner_without_a_scheduler() -> None:
     wrapper = TaskWrapper(replace(told(repeats=2), batch_id="x", task_id=0), "x")
     status, payload, runner_id, _ = await runner.run_with_retry(wrapper, 2, 0, 5.0, False)
     assert (status.ok, runner_id, len(read([payload]))) == (True, 4, 2)
+
+
+async def test_a_run_with_retry_that_is_given_up_leaves_nothing_behind() -> None:
+    """Whichever turn it is in, also when its result is there and was not handed out."""
+    async with started() as scheduler:
+        ledger = scheduler._local.engine.ledger
+        wrapper = TaskWrapper(replace(told(), batch_id=7, task_id=3), 7, total_runs=1)
+        for turns in itertools.count():
+            call = asyncio.ensure_future(scheduler.runners[0].run_with_retry(wrapper, 1, 0, 30.0, False))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait([call])
+            await eventually(lambda: ledger.open_tasks == 0)
+            assert (ledger.results.kept_bytes, scheduler._local.wrappers) == (0, {})
+            if not call.cancelled():
+                break
+        assert turns > 5
 
 
 async def test_run_with_retry_needs_a_scheduler_that_runs() -> None:

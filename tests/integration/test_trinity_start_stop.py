@@ -199,6 +199,45 @@ async def test_a_preparation_that_ignores_its_dismissal_leaves_no_runner_behind(
         assert MortalRunner.log[MortalRunner.log.index("restarted all the same") :].count("kill 0") >= 1
 
 
+async def test_a_start_that_is_given_up_leaves_nothing_behind() -> None:
+    """Whichever turn it is in, also while the engine is on its way."""
+    was_given_up = []
+    for turns in range(100):
+        MortalRunner.forget()
+        before = asyncio.all_tasks()
+        scheduler = MortalScheduler(new_config())
+        starting = asyncio.ensure_future(scheduler.start())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        was_given_up.append(starting.cancelled())
+        await scheduler.close()
+        assert asyncio.all_tasks() == before, f"given up after {turns} turns"
+        prepared = {line.split()[1] for line in MortalRunner.log if line.startswith("prepared")}
+        assert prepared <= {line.split()[1] for line in MortalRunner.log if line.startswith("kill")}
+        if not was_given_up[-1]:
+            break
+    assert True in was_given_up
+    assert not was_given_up[-1]
+
+
+async def test_a_stop_that_is_given_up_ends_its_runners_at_once() -> None:
+    gate = Gate()
+    async with started(MortalScheduler) as scheduler:
+        scheduler.schedule([told(gate)], 0)
+        await gate.arrived.wait()
+        stopping = asyncio.ensure_future(scheduler.stop())
+        await eventually(lambda: scheduler.runners == {})
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        assert {line for line in MortalRunner.log if line.startswith("kill")} == {"kill 0", "kill 1"}
+        gate.open()
+        await scheduler.start()
+        (status,) = await scheduler.get_statuses(0, timeout=30)
+        assert status.ok
+
+
 async def test_a_report_that_is_under_way_has_ended_when_stop_returns() -> None:
     asked, ended = asyncio.Event(), asyncio.Event()
 

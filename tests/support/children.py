@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.process_runner import ProcessHost, import_path
 from py_scheduler.domain.runners import ANYWHERE, DEFAULT_ENVIRONMENT, HandlerPlan, RunnerSettings
-from py_scheduler.execution.child_runner import ChildRunner
+from py_scheduler.execution.child_runner import ChildRunners
 from py_scheduler.handlers import handler_elsewhere
 from py_scheduler.rollout.environment import variables
 from py_scheduler.scheduler.settings import EngineSettings
@@ -57,7 +57,7 @@ class Pipe:
 class Children(Harness):
     """A harness with the runner behind it."""
 
-    def __init__(self, harness: Harness, runner: ChildRunner) -> None:
+    def __init__(self, harness: Harness, runner: ChildRunners) -> None:
         super().__init__(harness.engine)
         self.runner = runner
 
@@ -80,7 +80,7 @@ async def children(
 ) -> AsyncIterator[Children]:
     """One evaluator, `agent`. Nothing of a child is left behind."""
     clock = engine.pop("clock", None) or LoopClock()
-    runner = ChildRunner(
+    runner = ChildRunners(
         "agent",
         HandlerPlan(name=handler, arguments=arguments or {}, key="evaluator[0]"),
         host or ProcessHost(),

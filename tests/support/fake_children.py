@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from py_scheduler.domain.runner_frames import Cancel, Leave, MakeHandler, Ping, Pong, Ready, Unfit, encode
 from py_scheduler.domain.runner_frames import read_server_frame as read
 from py_scheduler.domain.runners import HandlerPlan, RunnerKey, RunnerSettings
-from py_scheduler.execution.child_runner import ChildRunner
+from py_scheduler.execution.child_runner import ChildRunners
 from tests.support.fake_clock import FakeClock
 
 if TYPE_CHECKING:
@@ -36,12 +36,16 @@ class FakeToken:
 
 
 class FakeChild:
-    """Answers at once, as its mood is, until it is killed. `heard`: what it has been told."""
+    """Answers at once, as its mood is, until it is killed. `heard`: what it has been told.
+
+    One that lingers goes on for a while when it is killed, until it dies.
+    """
 
     def __init__(self, pid: int, mood: str = "") -> None:
         self.pid = pid
         self.mood = mood
         self.is_alive = True
+        self.is_killed = False
         self.heard: list[ServerFrame] = []
 
     def listen(self, on_frame: Callable[[bytes], None], on_end: Callable[[str], None]) -> None:
@@ -78,7 +82,9 @@ class FakeChild:
             self.say(Pong(order_no=order_no, resident_mib=1.0))
 
     def kill(self, why: str = "") -> None:
-        self.die(why)
+        self.is_killed = True
+        if self.mood != "lingers":
+            self.die(why)
 
     def die(self, how: str = "signal SIGKILL") -> None:
         if self.is_alive:
@@ -134,7 +140,7 @@ class Rig:
     def __init__(self, **changes: Any) -> None:
         self.clock = FakeClock()
         self.host = FakeHost()
-        self.runner = ChildRunner(
+        self.runner = ChildRunners(
             "agent",
             HandlerPlan(name="m:C"),
             self.host,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
     from py_scheduler.domain.quotas import NamespaceSettings
     from py_scheduler.domain.results import SampleDone
-    from py_scheduler.execution.runner import Runner
+    from py_scheduler.execution.runner import Runners
     from py_scheduler.placement import PlacementPool
 
 
@@ -97,6 +97,17 @@ def samples_in(records: Iterable[EventRecord]) -> list[SampleDone]:
     return [sample for r in records if isinstance(r.event, AttemptEnded) for sample in r.event.samples]
 
 
+def versions(sample: SampleDone) -> list[tuple[str, int, int]]:
+    """Which weights made which tokens."""
+    return [(span.version, span.start, span.end) for span in sample.trajectory.weight_spans]
+
+
+async def play(harness: Harness, prompt: str, **config: Any) -> SampleDone:
+    """A task of one sample."""
+    (sample,) = await harness.samples(await harness.submit([task_of(prompt, **config)]))
+    return sample
+
+
 @asynccontextmanager
 async def running_engine(
     *specs: EvaluatorSpec,
@@ -109,7 +120,7 @@ async def running_engine(
     batching_strategy: BatchingStrategy = fifo_batching,
     default_sampling: SamplingParams = SamplingParams(),
     api_front: ApiFront | None = None,
-    runners: Mapping[str, Runner] | None = None,
+    runners: Mapping[str, Runners] | None = None,
     namespaces: Mapping[str, NamespaceSettings] = {},
 ) -> AsyncIterator[Harness]:
     if max_running_samples is not None:

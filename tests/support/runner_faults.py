@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from py_scheduler.domain.runners import RunnerState
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
 from tests.support.children import Pipe
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from tests.support.pulling import Pulling
@@ -66,9 +66,11 @@ class Run:
 
     async def until_one_has_failed(self) -> None:
         """Only a look tells."""
-        async with asyncio.timeout(60):
-            while all(view.state is not RunnerState.FAILED for view in await self.trainer.runners()):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+
+        async def one_has() -> bool:
+            return any(view.state is RunnerState.FAILED for view in await self.trainer.runners())
+
+        await eventually(one_has, pause_seconds=0.02)
 
     async def all_runners_work(self, batch_id: str = "capacity") -> None:
         """Both of them, at once; and then a batch ends as if nothing had been."""

@@ -13,6 +13,7 @@ from trinity.explorer.workflow_runner import Status
 
 from py_scheduler.errors import RunnerStartError
 from py_scheduler.integrations.trinity import RunnerWrapper, Scheduler, TaskWrapper
+from tests.support.waiting import eventually
 from tests.trinity.dummies import AsyncWorkflow, RepeatableWorkflow, SyncWorkflow, new_config, new_task
 
 if TYPE_CHECKING:
@@ -351,6 +352,4 @@ async def _all_idle(scheduler: Scheduler) -> None:
 
 async def _until(is_true: Callable[[], bool]) -> None:
     """What happens in actors tells nobody here when."""
-    async with asyncio.timeout(120):
-        while not is_true():  # noqa: ASYNC110 -- as above
-            await asyncio.sleep(0.05)
+    await eventually(is_true, pause_seconds=0.05, within_seconds=120.0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from py_scheduler.domain.runners import RunnerState
-from py_scheduler.execution.child_place import EmptySeat
+from py_scheduler.execution.child_seat import EmptySeat
 from py_scheduler.execution.runner import SeatGoneError
 from tests.support.fake_children import MOODS, FakeToken, Rig
 from tests.support.fake_clock import settle
@@ -66,6 +66,37 @@ async def test_a_child_whose_work_was_stopped_is_killed_and_not_asked_to_leave_h
     assert not rig.host.launched[0][1].is_alive
     assert rig.clock.live_timers == 0
     assert "its work was stopped" in rig.runner.views()[0].message
+    await rig.runner.close()
+
+
+@pytest.mark.parametrize("way_out", ["replaced", "let go", "too large"])
+async def test_a_child_that_is_to_end_keeps_its_room_until_it_has_ended(way_out: str) -> None:
+    rig = Rig(max_runners=1, max_resident_mib=0.5 if way_out == "too large" else None)
+    rig.host.mood = "lingers"
+    seat = await rig.take(FakeToken("", 0))
+    if way_out == "replaced":
+        seat._suspicion = "its work was stopped"
+    seat.leave()
+    waiting = rig.take(FakeToken("", 1 if way_out == "let go" else 0))
+    await settle()
+    assert len(rig.host.launched) == 1, "two children, where there may be one"
+    rig.host.mood = ""
+    rig.host.launched[0][1].die()
+    (await waiting).leave()
+    assert len(rig.host.launched) == 2
+    await rig.runner.close()
+
+
+async def test_who_waits_for_the_room_of_a_child_that_does_not_end_hears_so() -> None:
+    rig = Rig(max_runners=1, prepare_max_retries=0, start_seconds=0.01)
+    rig.host.mood = "lingers"
+    seat = await rig.take()
+    seat._suspicion = "its work was stopped"
+    seat.leave()
+    empty = await rig.take()
+    assert isinstance(empty, EmptySeat)
+    assert "has not ended" in empty._how
+    rig.host.launched[0][1].die()
     await rig.runner.close()
 
 
@@ -197,6 +228,7 @@ class Chaos:
             else:
                 self.taken.append(seat.result())
         assert len(self.taken) <= 3
+        assert len(self.rig.host.live) <= 3
         assert sum(state != RunnerState.FAILED for state in self.rig.states) <= 3
 
     async def take(self, number: int) -> None:
@@ -214,8 +246,13 @@ class Chaos:
         if launched := self.rig.host.launched:
             launched[number % len(launched)][1].die()
 
+    async def bury(self, _number: int) -> None:
+        for _, child in self.rig.host.launched:
+            if child.is_killed:
+                child.die()
+
     async def spoil(self, number: int) -> None:
-        self.rig.host.mood = MOODS[number % len(MOODS)]
+        self.rig.host.mood = (*MOODS, "lingers")[number % (len(MOODS) + 1)]
         self.is_spoiled = True
 
     async def lose_a_node(self, number: int) -> None:
@@ -240,6 +277,7 @@ class Chaos:
         for node in "ab":
             self.rig.runner.add_node(node)
         for _ in range(200):
+            await self.bury(0)
             await self.turn()
             if not (self.waiting or self.taken):
                 break
@@ -248,6 +286,8 @@ class Chaos:
             await self.rig.clock.advance(30.0)
         assert not self.waiting, "somebody waits for ever"
         assert RunnerState.BUSY not in self.rig.states
+        for _, child in self.rig.host.launched:
+            child.mood = ""
         await self.rig.runner.close()
         assert self.rig.host.live == []
         assert self.rig.clock.live_timers == 0
@@ -255,7 +295,9 @@ class Chaos:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["take", "take", "leave", "cancel", "die", "spoil", "lose_a_node", "add_a_node", "wait"]),
+        st.sampled_from(
+            ["take", "take", "leave", "cancel", "die", "bury", "spoil", "lose_a_node", "add_a_node", "wait"]
+        ),
         st.integers(0, 7),
         st.booleans(),
     ),

@@ -8,7 +8,7 @@ import pytest
 
 from py_scheduler.domain.runners import RunnerState
 from py_scheduler.errors import RunnerStartError
-from py_scheduler.execution.child_place import EmptySeat
+from py_scheduler.execution.child_seat import EmptySeat
 from tests.support.fake_children import MOODS, FakeToken, Rig
 from tests.support.fake_clock import settle
 
@@ -41,15 +41,32 @@ async def test_a_start_that_fails_is_tried_again_at_once_and_then_after_a_backof
         assert isinstance(await seat, EmptySeat), "who waited hears so"
         seat, begun = rig.take(), rig.clock.now
         while len(rig.host.launched) == starts:
-            await rig.clock.advance(0.5)
+            await rig.clock.advance(0.25)
         waits.append(rig.clock.now - begun)
-    assert waits == [1.0, 2.0, 4.0, 8.0]
+    assert all(whole / 2 <= wait <= whole for wait, whole in zip(waits, (1.0, 2.0, 4.0, 8.0), strict=True))
     assert isinstance(await seat, EmptySeat)
     rig.host.mood = ""
     seat = rig.take()
     await rig.clock.advance(30.0)
     (await seat).leave()
     assert rig.states == [RunnerState.IDLE]
+    await rig.runner.close()
+
+
+async def test_however_often_a_place_has_failed_it_is_tried_again() -> None:
+    rig = Rig(max_runners=1, prepare_max_retries=0)
+    rig.host.mood = "unfit"
+    assert isinstance(await rig.take(), EmptySeat)
+    (place,) = rig.runner._places
+    place.failed_rounds = 2_000  # Two to the power of that is no float.
+    seat = rig.take()
+    await settle()
+    await rig.clock.advance(30.0)
+    assert isinstance(await seat, EmptySeat)
+    rig.host.mood = ""
+    seat = rig.take()
+    await rig.clock.advance(30.0)
+    (await seat).leave()
     await rig.runner.close()
 
 
@@ -140,7 +157,8 @@ async def test_children_that_never_get_to_play_are_not_started_in_a_loop(mood: s
     rig.host.mood = mood
     for starts in (3, 6):
         seat = rig.take()
-        await rig.clock.advance(1.5)
+        while not seat.done():
+            await rig.clock.advance(0.25)
         assert isinstance(await seat, EmptySeat)
         assert len(rig.host.launched) == starts
         assert rig.states == [RunnerState.FAILED]

@@ -17,6 +17,7 @@ from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, ServerError
 from tests.support.command import EVALUATOR, SERVER, echo
+from tests.support.waiting import eventually
 
 
 async def test_sigterm_lets_running_samples_finish_and_streams_end_with_a_cursor(started: Any, tmp_path: Path) -> None:
@@ -70,8 +71,8 @@ async def test_a_handler_that_will_not_end_does_not_keep_the_process(
             client.submit([Task(config=TaskConfig(task_type="echo"), prompt=str(begun))], 7)
         )
         if handler != "Deaf":
-            while not begun.exists():  # noqa: ASYNC110 - no event can come from a server whose loop stands still
-                await asyncio.sleep(0.01)
+            # No event can come from a server whose loop stands still.
+            await eventually(begun.exists, pause_seconds=0.01)
             # It may stand still before the submit is answered: the handler begins while the journal is written.
             submitting.cancel()
         else:

@@ -12,7 +12,7 @@ from aiohttp import web
 from py_scheduler.domain.generation import PauseMode, WeightUpdate
 from py_scheduler.domain.ports import GenerationControl
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
-from tests.support.fleets import MAX_BACKOFF_SECONDS, fleet_on, request
+from tests.support.fleets import MAX_BACKOFF_SECONDS, fleet_on, request, up
 from tests.support.scripted_sglang import ScriptedSglang
 from tests.support.waiting import eventually
 
@@ -61,10 +61,6 @@ async def controlled() -> AsyncIterator[tuple[SglangFleet, FakeClock, Controlled
 
 def weights(version: str) -> WeightUpdate:
     return WeightUpdate(model_path="/weights/1", weight_version=version)
-
-
-def up(fleet: SglangFleet) -> list[bool]:
-    return [endpoint.is_up for endpoint in fleet._endpoints]
 
 
 async def test_every_endpoint_is_paused_updated_and_resumed() -> None:

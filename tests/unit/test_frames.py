@@ -6,6 +6,7 @@ import asyncio
 import socket
 import struct
 import threading
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from py_scheduler.adapters import _frames
 from py_scheduler.adapters._frames import FrameProtocol, FrameSocket
 from py_scheduler.adapters.process_runner import child_environment, how_it_ended
 from py_scheduler.adapters.ray_runner import actor_environment
@@ -35,8 +37,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@given(st.lists(st.binary(max_size=200), max_size=8), st.integers(1, 64))
-def test_frames_arrive_whole_however_the_stream_is_cut(frames: Sequence[bytes], piece: int) -> None:
+@given(st.lists(st.binary(max_size=200), max_size=8), st.integers(1, 64), st.sampled_from([0, 50, 1_000]))
+def test_frames_arrive_whole_however_the_stream_is_cut(frames: Sequence[bytes], piece: int, large: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_frames, "_PIECE_BYTES", large)
+        assert _received(frames, piece) == [*frames]
+
+
+def _received(frames: Sequence[bytes], piece: int) -> list[bytes]:
+    """The stream in pieces of so many bytes, the first half of them before anybody listens."""
     protocol, got = FrameProtocol(), list[bytes]()
     stream = b"".join(struct.pack(">I", len(frame)) + frame for frame in frames)
     half = len(stream) // 2
@@ -45,7 +54,22 @@ def test_frames_arrive_whole_however_the_stream_is_cut(frames: Sequence[bytes], 
     protocol.listen(got.append)
     for start in range(half, len(stream), piece):
         protocol.data_received(stream[start : start + piece])
-    assert got == [*frames]
+    return got
+
+
+def test_a_large_frame_is_in_memory_once() -> None:
+    protocol, got, size, piece = FrameProtocol(), list[bytes](), 32 << 20, bytes(1 << 18)
+    protocol.listen(got.append)
+    tracemalloc.start()
+    try:
+        protocol.data_received(struct.pack(">I", size))
+        for _ in range(size // len(piece)):
+            protocol.data_received(piece)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [len(frame) for frame in got] == [size]
+    assert peak < 1.5 * size
 
 
 async def test_both_ends_speak_to_one_another_and_hear_the_end() -> None:

@@ -17,6 +17,7 @@ from py_scheduler.domain.runners import HandlerPlan, RaySettings, RunnerSettings
 from py_scheduler.errors import RunnerStartError
 from py_scheduler.execution.child_session import ChildSession
 from tests.support.fake_clock import settle
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -92,13 +93,6 @@ async def host(ray: FakeRay) -> AsyncIterator[RayHost]:
     await made.close()
 
 
-async def until_killed(ray: FakeRay, count: int) -> None:
-    """Threads tell nobody here."""
-    async with asyncio.timeout(10):
-        while len(ray.killed) < count:  # noqa: ASYNC110 -- as said
-            await asyncio.sleep(0.001)
-
-
 async def test_an_actor_that_comes_after_its_start_was_given_up_is_ended(host: RayHost, ray: FakeRay) -> None:
     launching = asyncio.create_task(host.launch(("", None), RunnerSettings()))
     await settle()
@@ -107,7 +101,7 @@ async def test_an_actor_that_comes_after_its_start_was_given_up_is_ended(host: R
     assert launching.cancelled(), "who gives up does not wait for Ray"
     assert len(host._expected) == 0, "its secret opens nothing any more"
     ray.gate.set()
-    await until_killed(ray, 1)
+    await eventually(lambda: ray.killed, pause_seconds=0.001)
     assert ray.killed == ray.actors
 
 
@@ -129,13 +123,11 @@ async def test_a_host_that_closes_waits_for_actors_that_nobody_wants(ray: FakeRa
 async def test_an_actor_that_does_not_connect_in_time_is_ended(host: RayHost, ray: FakeRay) -> None:
     ray.gate.set()
     launching = asyncio.create_task(host.launch(("", None), RunnerSettings()))
-    async with asyncio.timeout(10):
-        while not ray.actors:  # noqa: ASYNC110 -- a thread tells nobody here
-            await asyncio.sleep(0.001)
+    await eventually(lambda: ray.actors, pause_seconds=0.001)
     await settle()
     launching.cancel()
     await asyncio.wait([launching])
-    await until_killed(ray, 1)
+    await eventually(lambda: ray.killed, pause_seconds=0.001)
     assert len(host._expected) == 0
 
 
@@ -143,9 +135,7 @@ async def connected(host: RayHost, ray: FakeRay, **hello: Any) -> tuple[RayActor
     """An actor that was launched and has said its secret."""
     ray.gate.set()
     launching = asyncio.create_task(host.launch(("", None), RunnerSettings()))
-    async with asyncio.timeout(10):
-        while not (ray.actors and ray.actors[-1].secret):  # noqa: ASYNC110 -- a thread tells nobody here
-            await asyncio.sleep(0.001)
+    await eventually(lambda: ray.actors and ray.actors[-1].secret, pause_seconds=0.001)
     _reader, writer = await asyncio.open_connection(*host._address)
     said = encode(Hello(pid=7, secret=ray.actors[-1].secret, **hello))
     writer.write(struct.pack(">I", len(said)) + said)
@@ -190,8 +180,7 @@ async def test_a_start_that_fails_because_its_node_is_gone_says_so_before_it_fai
     host = RayHost(RaySettings())
     host.node_changed = lambda node, is_there: told.append((node, is_there))
     await host.open()
-    while not ray.asked:  # noqa: ASYNC110 -- a thread tells nobody here
-        await asyncio.sleep(0.001)
+    await eventually(lambda: ray.asked, pause_seconds=0.001)
     with pytest.raises(RunnerStartError, match="no live Ray node is called 'a'"):
         await host.launch(("a", ()), RunnerSettings())
     assert told == [("a", False)]
