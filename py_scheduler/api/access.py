@@ -5,20 +5,23 @@ Invariants
      in the table below.
   2. A call reaches a servicer only if its caller may use the namespace that it names. What it asks for there by id is
      looked up in that namespace alone, so an id of another one is not found.
+  3. A stream does not outlive its caller's token: it is broken off once the server knows that this was taken back.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import contextmanager
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from py_scheduler.api.bearer_tokens import ANYBODY, Caller
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
 from py_scheduler.errors import PermissionDeniedError, UnauthenticatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from py_scheduler.api.bearer_tokens import BearerTokens
 
@@ -83,6 +86,10 @@ class Access:
     def __init__(self, tokens: BearerTokens | None, steps_namespace: str = DEFAULT_NAMESPACE) -> None:
         self._tokens = tokens
         self._steps_namespace = steps_namespace
+        self._going_on: dict[asyncio.Task[Any], Caller] = {}
+        """The tasks of open streams, and whose they are."""
+        if tokens is not None:
+            tokens.on_change.append(lambda _quotas: self._break_off())
 
     def caller_of(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
         """Who makes this call. Raises UnauthenticatedError."""
@@ -91,7 +98,7 @@ class Access:
         secret = _bearer_of(metadata)
         if secret is None:
             raise UnauthenticatedError(
-                "this server wants a bearer token: SchedulerClient(..., token=...), or the metadata "
+                "this server wants a bearer token: SchedulerClient(..., token=...), --token-file FILE, or the metadata "
                 "`authorization: Bearer TOKEN`"
             )
         caller = self._tokens.caller_of(secret)
@@ -120,8 +127,36 @@ class Access:
 
     def check_in_force(self, caller: Caller) -> None:
         """For calls that go on. Raises UnauthenticatedError once the caller's token was taken back or changed."""
-        if self._tokens is not None and caller is not ANYBODY and not self._tokens.is_in_force(caller):
-            raise UnauthenticatedError(f"the token of {caller.name!r} was taken back or changed: call again")
+        if not self._is_in_force(caller):
+            raise _taken_back(caller)
+
+    @contextmanager
+    def while_in_force(self, caller: Caller) -> Iterator[None]:
+        """For the time of one stream, in its own task: breaks it off as soon as it is known that the caller's token was
+        taken back or changed, although nothing is to be sent. Raises UnauthenticatedError then.
+        """
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._going_on[task] = caller
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task in self._going_on:
+                raise
+            task.uncancel()
+            raise _taken_back(caller) from None
+        finally:
+            self._going_on.pop(task, None)
+
+    def _break_off(self) -> None:
+        """Streams whose caller could not call now; the one that has found it out ends by itself."""
+        current = asyncio.current_task()
+        for task, caller in tuple(self._going_on.items()):
+            is_over = task is not current and not self._is_in_force(caller)
+            if is_over and self._going_on.pop(task, None) is not None:
+                task.cancel()
+
+    def _is_in_force(self, caller: Caller) -> bool:
+        return self._tokens is None or caller is ANYBODY or self._tokens.is_in_force(caller)
 
     def _check_namespace(self, caller: Caller, namespace: str) -> None:
         if not caller.may_use(namespace):
@@ -129,6 +164,10 @@ class Access:
                 f"the token of {caller.name!r} is not for namespace {namespace!r}: name one of its own, "
                 "or add this one to its line of the tokens file"
             )
+
+
+def _taken_back(caller: Caller) -> UnauthenticatedError:
+    return UnauthenticatedError(f"the token of {caller.name!r} was taken back or changed: call again")
 
 
 def _bearer_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

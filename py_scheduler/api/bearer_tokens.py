@@ -67,7 +67,7 @@ class TokenLine(Quota, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class BearerTokens:
-    """The tokens of a file. `on_change` is called with the quotas of each namespace whenever they were read."""
+    """The tokens of a file. Each of `on_change` is called with the quotas of each namespace whenever they were read."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError when the file cannot be read as a whole."""
@@ -77,7 +77,7 @@ class BearerTokens:
         self._callers: dict[bytes, Caller] = {}
         self.quotas: dict[str, Quota] = {}
         """The strictest that lines say of each namespace; "*": of all of them."""
-        self.on_change: Callable[[dict[str, Quota]], None] = lambda _quotas: None
+        self.on_change: list[Callable[[dict[str, Quota]], None]] = []
         self._read()
 
     def caller_of(self, secret: str) -> Caller | None:
@@ -116,7 +116,8 @@ class BearerTokens:
         else:
             self._told = ""
             _log.info("%s: %d tokens are in force", self._path, len(self._callers))
-            self.on_change(self.quotas)
+            for tell in self.on_change:
+                tell(self.quotas)
 
     def _read(self) -> None:
         stamp = file_stamp(self._path)
@@ -145,7 +146,9 @@ def _lines_of(path: Path) -> dict[str, TokenLine]:
             raise ConfigError(f"anybody may write {path}, and so let themselves in: chmod o-w", _FIELD)
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", _FIELD) from error
+        hint = f": `py-scheduler token new NAME --namespace NAMESPACE --to {path}` makes it"
+        hint = hint if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"cannot read {path}: {error.strerror}{hint}", _FIELD) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", _FIELD) from error
     except RecursionError as error:

@@ -174,7 +174,8 @@ class Boundary(grpc.aio.ServerInterceptor):
                         _RETRY_AFTER_SECONDS,
                     )
                 request = self._admitted(raw, parse, method)
-                await call(request, OutgoingStream(context, self._access, _CALLER.get(), self._stalled_seconds))
+                with self._access.while_in_force(who := _CALLER.get()):
+                    await call(request, OutgoingStream(context, self._access, who, self._stalled_seconds))
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - this is the boundary
                 await _fail(error, context, method)
             finally:

@@ -22,6 +22,8 @@ _TARGET = re.compile(r"unix(-abstract)?:.+|.+:\d+")
 _LOCAL = re.compile(r"unix(-abstract)?:.+|(127(\.\d{1,3}){3}|localhost|\[::1\]):\d+")
 _NOBODY_THERE = ("failed to connect", "DNS resolution failed")
 """How gRPC's words begin when nothing was reached, rather than lost on the way."""
+_REFUSED_THERE = re.compile(r"socket closed|handshake|verification", re.IGNORECASE)
+"""In what follows, when somebody was there and the two did not agree on how to encrypt."""
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _DETAILS_KEY = "grpc-status-details-bin"
 
@@ -99,6 +101,11 @@ def raise_error_of_call(error: grpc.aio.AioRpcError, target: str) -> NoReturn:
     """Raises what a failed call means. Where nobody answers, gRPC's own error says nothing more."""
     if is_broken_connection(error) and (error.details() or "").startswith(_NOBODY_THERE):
         message = f"no py-scheduler answers at {target}: start it with `py-scheduler serve`"
+        if _REFUSED_THERE.search(why := (error.details() or "").rpartition("last error: ")[2]):
+            message = (
+                f"{target} lets nobody in like this ({why}): where the server has TLS, the client needs "
+                "tls=ClientTls(ca=...) (--ca) and a name that the certificate has; with client_ca, one of its own too"
+            )
         raise ServerError(message, error.code().name) from None
     raise error_of_call(error) from error
 

@@ -146,7 +146,7 @@ class CollectClient(StepClient):
         reply = await self._read_until_whole(call_again)
         for warning in reply.warnings:
             _log.warning("%s", warning)
-        if acknowledge and reply.results:
+        if acknowledge and (reply.results or any(task.is_stopped for task in reply.unfinished)):
             await self.ack_results(request.request_id, namespace=request.namespace)
         return reply
 
