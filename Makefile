@@ -115,9 +115,10 @@ $(MODEL_READY): requirements/model.txt $(VENV_READY)
 
 # Python sources are used in place, so only what the extension is made of counts here. Always optimised: tests and
 # benchmarks see what users get.
+# The group in place of the default one, `dev`, whose versions requirements/dev.txt pins.
 $(BUILT): $(RUST_INPUTS) pyproject.toml $(DEMO_READY)
 	@cargo --version >/dev/null 2>&1 || { echo "cargo is missing: install a Rust toolchain"; exit 1; }
-	VIRTUAL_ENV="$(CURDIR)/$(VENV)" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv
+	VIRTUAL_ENV="$(CURDIR)/$(VENV)" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv --group build
 	@touch $@
 
 build: $(BUILT)

@@ -41,7 +41,9 @@ class LlamaProcess:
     async def start(self, timeout_seconds: float) -> str:
         """The server's address once the model is loaded. Raises EngineUnavailableError with what the child said."""
         if importlib.util.find_spec("xllamacpp") is None:
-            raise EngineUnavailableError("the embedded engine needs xllamacpp: install py-scheduler[embedded]")
+            raise EngineUnavailableError(
+                "the embedded engine needs xllamacpp: install the extra 'embedded' of py-scheduler"
+            )
         # -P: beside the script lie modules of this package that must not pass for top-level ones.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,

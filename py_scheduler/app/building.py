@@ -203,7 +203,7 @@ def _check_format(config: Config, faults: list[FieldViolation]) -> None:
         except FailedPreconditionError as error:
             faults.append(FieldViolation("rollout.file_format", str(error)))
     elif config.dataset and importlib.util.find_spec("pyarrow") is None:
-        reason = "samples are saved as Parquet, which needs pyarrow: install py-scheduler[parquet]"
+        reason = "samples are saved as Parquet, which needs pyarrow: install the extra 'parquet' of py-scheduler"
         faults.append(FieldViolation("rollout.file_format", reason))
 
 

@@ -112,5 +112,5 @@ def rollout_manager_actor(**options: Any) -> Any:
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        raise FailedPreconditionError("Ray is not installed: install py-scheduler[ray]") from error
+        raise FailedPreconditionError("Ray is not installed: install the extra 'ray' of py-scheduler") from error
     return ray.remote(**{"num_cpus": 0} | options)(SchedulerRolloutManager)

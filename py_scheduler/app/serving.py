@@ -285,7 +285,7 @@ def _loop_factory(config: Config) -> Callable[[], asyncio.AbstractEventLoop] | N
         uvloop = importlib.import_module("uvloop")
     except ImportError as error:
         if config.server.event_loop == "uvloop":
-            reason = 'uvloop is not installed: install py-scheduler[uvloop], or say "auto"'
+            reason = "uvloop is not installed: install the extra 'uvloop' of py-scheduler, or say 'auto'"
             raise ConfigError(reason, "server.event_loop") from error
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop

@@ -64,7 +64,7 @@ def draw_report(report: Report, folder: Path) -> list[Path]:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         raise FailedPreconditionError(
-            f"drawing needs matplotlib ({error}): install py-scheduler[report], or say --no-plots"
+            f"drawing needs matplotlib ({error}): install the extra 'report' of py-scheduler, or say --no-plots"
         ) from error
 
     drawings: dict[str, Callable[[Report, Any], bool]] = {

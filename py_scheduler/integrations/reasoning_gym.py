@@ -331,6 +331,7 @@ def _load_reasoning_gym() -> tuple[dict[str, tuple[Any, Any]], Callable[..., Any
             from reasoning_gym.factory import DATASETS, create_dataset  # noqa: PLC0415 (an optional extra)
     except ImportError as error:
         raise ConfigError(
-            f"ReasoningGymAgent needs reasoning-gym ({error}): install py-scheduler[reasoning-gym]", "handler"
+            f"ReasoningGymAgent needs reasoning-gym ({error}): install the extra 'reasoning-gym' of py-scheduler",
+            "handler",
         ) from error
     return DATASETS, create_dataset

@@ -13,7 +13,9 @@ def load_pyarrow(what: str) -> tuple[Any, Any]:
         import pyarrow as pa  # noqa: PLC0415 (an optional extra)
         import pyarrow.parquet as pq  # noqa: PLC0415
     except ImportError as error:
-        raise FailedPreconditionError(f"{what} needs pyarrow ({error}): install py-scheduler[parquet]") from error
+        raise FailedPreconditionError(
+            f"{what} needs pyarrow ({error}): install the extra 'parquet' of py-scheduler"
+        ) from error
     return pa, pq
 
 

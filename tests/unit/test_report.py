@@ -285,7 +285,7 @@ def test_without_matplotlib(root: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(FailedPreconditionError, match="No module named 'matplotlib'"):
         draw_report(read_report(root), root / "report")
     assert main(["report", str(root)]) == 1
-    assert "install py-scheduler[report], or say --no-plots" in capsys.readouterr().err
+    assert "install the extra 'report' of py-scheduler, or say --no-plots" in capsys.readouterr().err
     assert main(["report", str(root), "--no-plots"]) == 0
     assert not (root / "report").exists()
 
