@@ -10,9 +10,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import signal
 import socket
 import sys
 import threading
@@ -63,17 +61,13 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import BaseAgent
     from py_scheduler.domain.results import AgentResult, Reward
 
-_PR_SET_PDEATHSIG = 1
 _MIB = 1 << 20
 _MAX_SHOWN = 16_384
 
 
-def main(descriptor: int, parent_pid: int) -> None:
+def main(descriptor: int) -> None:
     """A `process` runner's child, on a socket that it inherited."""
     os.set_inheritable(descriptor, False)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # It ended before the kernel was asked.
-        return
     serve(socket.socket(fileno=descriptor))
 
 

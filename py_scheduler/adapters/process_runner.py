@@ -35,10 +35,14 @@ if TYPE_CHECKING:
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.runners import RunnerKey, RunnerSettings
 
+_PR_SET_PDEATHSIG = 1
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from py_scheduler.child_main import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "import ctypes, json, os, signal, sys; "
+    f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL); "
+    "os.getppid() == int(sys.argv[2]) or os._exit(0); "
+    "sys.path[:] = json.loads(sys.argv[3]); from py_scheduler.child_main import main; main(int(sys.argv[1]))"
 )
+"""It ends with the server from its first moment on; the server may have ended before the kernel was asked."""
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _EOF_SECONDS = 1.0
 """How long a child may take to end by itself once its socket is closed, and its socket to close once it has ended."""

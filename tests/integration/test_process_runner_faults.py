@@ -281,6 +281,33 @@ async def test_children_end_with_a_server_that_is_killed(tmp_path: Path) -> None
     await eventually(lambda: not is_there(child), pause_seconds=0.01)
 
 
+async def test_a_child_ends_with_a_server_that_is_killed_while_it_still_imports(tmp_path: Path) -> None:
+    pipe = Pipe(tmp_path / "pipe")
+    package = tmp_path / "py_scheduler"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text(
+        "import os, time\n"
+        f"with open({str(pipe)!r}, 'w') as pipe:\n"
+        "    pipe.write(f'{os.getpid()}\\n')\n"
+        "time.sleep(1_000_000)\n"
+    )
+    code = (
+        "import asyncio, sys\n"
+        "from tests.support.children import children\n"
+        "from tests.support.harness import task_of\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "async def main():\n"
+        "    async with children():\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    server = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    child = await pipe.told()
+    server.kill()
+    await server.wait()
+    await eventually(lambda: not is_there(child), pause_seconds=0.01)
+
+
 async def test_an_engine_ends_at_once_with_children_that_block(tmp_path: Path) -> None:
     pipe = Pipe(tmp_path / "pipe")
     async with asyncio.timeout(20):
