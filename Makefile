@@ -134,9 +134,9 @@ demo-sglang: $(BUILT) $(SMOLLM2)/.stamp
 		$(BIN)/python examples/demo.py --config examples/sglang/demo.toml $(DEMO_ARGS)
 
 bench: bench-placement
-	$(BIN)/python benches/noop_throughput.py --journal both $(BENCH_ARGS)
-	$(BIN)/python benches/restore.py
-	$(BIN)/python benches/trinity_overhead.py
+	$(BIN)/python -m benches.noop_throughput --journal both $(BENCH_ARGS)
+	$(BIN)/python -m benches.restore
+	$(BIN)/python -m benches.trinity_overhead
 	$(BIN)/python -m benches.delivery_latency
 
 # One run of everything that places tokens; writes docs/placement_cost.md and .png. Ray gets no more nodes after
