@@ -55,5 +55,5 @@ async def test_a_child_that_dies_is_quoted(tmp_path: Path, monkeypatch: pytest.M
 async def test_without_its_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = child(tmp_path, monkeypatch, "import xllamacpp_that_nobody_has\n")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineUnavailableError, match=r"needs xllamacpp: install py-scheduler\[embedded\]$"):
+    with pytest.raises(EngineUnavailableError, match=r"needs xllamacpp: install the extra 'embedded' of py-scheduler$"):
         await process.start(30.0)

@@ -218,7 +218,7 @@ def test_a_mixture_takes_data_sets_in_turn() -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(ConfigError, match=r"py-scheduler\[reasoning-gym\]"):
+    with pytest.raises(ConfigError, match=r"the extra 'reasoning-gym' of py-scheduler"):
         ReasoningGymAgent()
 
 

@@ -353,7 +353,7 @@ def test_a_torch_whose_weights_only_can_be_fooled_is_not_used(tmp_path: Path, mo
 
 def test_without_pyarrow_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(FailedPreconditionError, match=r"install py-scheduler\[parquet\]"):
+    with pytest.raises(FailedPreconditionError, match=r"install the extra 'parquet' of py-scheduler"):
         RolloutStore(tmp_path).save(0, groups())
 
 
