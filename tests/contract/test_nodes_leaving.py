@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +19,7 @@ from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.fake_clock import FakeClock
 from tests.support.handlers import GatedAgent, spec_of, two_nodes
 from tests.support.harness import running_engine
+from tests.support.watching import events_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -60,22 +60,9 @@ class Cluster:
         config = TaskConfig(task_type="agent", task_deadline_seconds=deadline_seconds)
         return await self.client.submit([Task(config=config, prompt=str(batch_id))] * count, batch_id)
 
-    async def events(self, submission: Submission, kind: type, count: int) -> list[WatchedEvent]:
-        """From the first to the one that is the `count`-th of its kind."""
-        events: list[WatchedEvent] = []
-        frames = self.client.watch(submission_id=submission.submission_id, cursor=submission.cursor)
-        async with aclosing(frames):
-            async for frame in frames:
-                for record in frame.records:
-                    events.append(record.event)
-                    count -= isinstance(record.event, kind)
-                if count <= 0:
-                    return events
-        raise AssertionError("the stream ended")
-
     async def places(self, submission: Submission, count: int) -> list[str]:
         """Where so many attempts have started."""
-        events = await self.events(submission, AttemptStarted, count)
+        events = await events_until(self.client, submission, AttemptStarted, count)
         return sorted(event.node_ip for event in events if isinstance(event, AttemptStarted))
 
 
@@ -123,9 +110,9 @@ async def test_what_runs_on_a_draining_node_finishes_there_and_nothing_more_begi
     }
     assert "draining" in (await cluster.client.get_submission(2)).waiting[0].reason
     cluster.agent.gate.set()
-    first = await cluster.events(running, TaskDone, 4)
+    first = await events_until(cluster.client, running, TaskDone, 4)
     assert [(event.attempt_no, event.samples[0].outcome) for event in ends(first)] == [(1, Outcome.SOLVED)] * 4
-    second = await cluster.events(waiting, TaskDone, 2)
+    second = await events_until(cluster.client, waiting, TaskDone, 2)
     assert {event.samples[0].node_ip for event in ends(second)} == {STAYING}
     assert await cluster.nodes() == {LEAVING: (1.0, 1.0), STAYING: (1.0, 1.0)}
     assert await cluster.room() == (2, 2)
@@ -162,7 +149,7 @@ async def test_what_runs_on_a_draining_node_past_its_deadline_is_evicted(cluster
     cluster.nodes_have_changed()
     assert set(await cluster.nodes()) == {LEAVING, STAYING}, "it leaves with what it holds"
     await cluster.clock.advance(61.0)
-    done = [event for event in await cluster.events(running, TaskDone, 4) if isinstance(event, TaskDone)]
+    done = [event for event in await events_until(cluster.client, running, TaskDone, 4) if isinstance(event, TaskDone)]
     assert {(event.state, event.reason) for event in done} == {(TaskState.FAILED, "task_deadline_seconds (60) passed")}
     assert await cluster.nodes() == {STAYING: (1.0, 1.0)}
     assert await cluster.room() == (2, 2)
@@ -200,8 +187,8 @@ async def test_what_no_longer_fits_holds_nobody_back_until_its_node_returns(clus
     await cluster.leases.release(blocker)
     assert await cluster.room() == (2, 2)
     small = await cluster.submit(20, 1)
-    assert len(ends(await cluster.events(small, TaskDone, 20))) == 20
+    assert len(ends(await events_until(cluster.client, small, TaskDone, 20))) == 20
     assert (await cluster.client.get_submission(0)).open_tasks == 3
     cluster.pool.add_node(NodeResource(node_ip=LEAVING, gpus=[0, 1], cpu=64, memory_gb=64))
     cluster.nodes_have_changed()
-    assert len(ends(await cluster.events(large, TaskDone, 3))) == 3
+    assert len(ends(await events_until(cluster.client, large, TaskDone, 3))) == 3

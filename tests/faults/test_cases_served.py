@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,13 +21,13 @@ from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import AlreadyExistsError, CursorExpiredError
 from tests.support.children import Pipe
 from tests.support.served_process import served_process
+from tests.support.watching import events_until
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from py_scheduler.client import Submission
-    from py_scheduler.domain.requests import WatchedEvent
     from tests.support.served_process import ServedProcess
 
 pytestmark = [pytest.mark.slow]
@@ -76,20 +75,6 @@ def tasks(count: int, prompt: str = "", client_key: str = "", **config: Any) -> 
     return [
         Task(config=TaskConfig(task_type="agent", **config), prompt=prompt, client_key=client_key) for _ in range(count)
     ]
-
-
-async def events_until(client: SchedulerClient, submission: Submission, kind: type, count: int) -> list[WatchedEvent]:
-    """All of a submission's events, from its first to the one that is the `count`-th of its kind."""
-    events: list[WatchedEvent] = []
-    frames = client.watch(submission_id=submission.submission_id, cursor=submission.cursor)
-    async with aclosing(frames):
-        async for frame in frames:
-            for record in frame.records:
-                events.append(record.event)
-                count -= isinstance(record.event, kind)
-            if count <= 0:
-                return events
-    raise AssertionError("the stream ended")
 
 
 async def ends(client: SchedulerClient, submission: Submission) -> dict[str, TaskDone]:

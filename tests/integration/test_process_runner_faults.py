@@ -303,6 +303,7 @@ async def test_a_child_ends_with_a_server_that_is_killed_while_it_still_imports(
     )
     server = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     child = await pipe.told()
+    assert is_there(child)
     server.kill()
     await server.wait()
     await eventually(lambda: not is_there(child), pause_seconds=0.01)
