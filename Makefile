@@ -100,7 +100,7 @@ $(TINY_MODEL)/.stamp: | $(SGLANG_READY)
 	@touch $@
 
 $(SMOLLM2)/.stamp: | $(SGLANG_READY) $(BUILT) $(MODEL_READY)
-	gguf=$$($(BIN)/python -c 'from py_scheduler.adapters.model_store import fetch_smollm2; print(fetch_smollm2())') && \
+	gguf=$$($(BIN)/python -c 'from py_scheduler.adapters.llama_cpp.model_store import fetch_smollm2; print(fetch_smollm2())') && \
 		$(SGLANG_PYTHON) examples/sglang/dequantise.py "$$gguf" $(SMOLLM2)
 	@touch $@
 

@@ -17,10 +17,10 @@ import msgspec
 
 from py_scheduler import cli
 from py_scheduler.adapters.memory_journal import MemoryJournal
-from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.api.boundary import OutgoingStream
 from py_scheduler.app import building, journal
-from py_scheduler.scheduler.event_log import EventLog
+from py_scheduler.scheduler.log.event_log import EventLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

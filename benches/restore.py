@@ -21,21 +21,21 @@ import msgspec
 
 from benches.noop_agent import NoOpAgent
 from py_scheduler.adapters.loop_clock import LoopClock
-from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.domain.evaluator import EvaluatorSpec
 from py_scheduler.domain.events import AttemptRef, EventRecord, approximate_size
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, Timings
 from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
-from py_scheduler.scheduler.commands import AcceptTasks, EndAttempt, StartAttempt
 from py_scheduler.scheduler.engine import Engine
-from py_scheduler.scheduler.ledger import Ledger
+from py_scheduler.scheduler.ledger.commands import AcceptTasks, EndAttempt, StartAttempt
+from py_scheduler.scheduler.ledger.ledger import Ledger
+from py_scheduler.scheduler.ledger.snapshots import snapshot_of
 from py_scheduler.scheduler.restore import fold
 from py_scheduler.scheduler.settings import EngineSettings
-from py_scheduler.scheduler.snapshots import snapshot_of
 
 if TYPE_CHECKING:
-    from py_scheduler.scheduler.commands import Command
+    from py_scheduler.scheduler.ledger.commands import Command
 
 TASKS_A_CALL = 1_000
 RUNS = 3

@@ -33,7 +33,7 @@ from py_scheduler.app.building import build
 from py_scheduler.config import load_config
 from py_scheduler.domain.requests import EventFilter, EventKind
 from py_scheduler.wire import requests as wire
-from py_scheduler.wire.cursor import CursorCodec
+from py_scheduler.wire.common.cursor import CursorCodec
 from py_scheduler.wire.events import encode_frames
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from py_scheduler.domain.results import Outcome, SampleDone, TaskState
 from py_scheduler.errors import SchedulerError
 from py_scheduler.integrations.reasoning_gym import reasoning_gym_mixture
 from py_scheduler.rollout.figures import RolloutSummary, summarise, summary_table
-from py_scheduler.rollout.trajectory_file import Origin, write_trajectories
+from py_scheduler.rollout.files.trajectories import Origin, write_trajectories
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

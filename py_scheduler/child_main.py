@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.adapters._frames import FrameSocket
-from py_scheduler.adapters.episode_client import Calls, EpisodeClient
-from py_scheduler.domain.plain import details_json, safe_text
-from py_scheduler.domain.runner_frames import (
+from py_scheduler.adapters.children.episode_client import Calls, EpisodeClient
+from py_scheduler.adapters.children.frames import FrameSocket
+from py_scheduler.domain.runners.frames import (
     AgentSaid,
     Answer,
     Cancel,
@@ -49,6 +48,7 @@ from py_scheduler.domain.runner_frames import (
     raw,
     read_server_frame,
 )
+from py_scheduler.domain.values.plain import details_json, safe_text
 from py_scheduler.errors import ConfigError
 from py_scheduler.execution.outcomes import classify_abort, describe
 from py_scheduler.execution.play import checked_result, checked_reward, checked_rewards

@@ -12,12 +12,12 @@ from py_scheduler.errors import ConfigError, SandboxError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from py_scheduler.domain.sandbox import Sandbox
+    from py_scheduler.domain.episodes.sandbox import Sandbox
 
 
 def make_sandbox(table: object, key: str) -> Sandbox:
     """For handlers that ask for a `sandbox`. Raises ConfigError, also when it cannot be had on this machine."""
-    from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings  # noqa: PLC0415 - most handlers need none
+    from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox, SandboxSettings  # noqa: PLC0415 - most handlers need none
     from py_scheduler.config import convert_table  # noqa: PLC0415 - likewise
 
     sandbox = ProcessSandbox(convert_table({} if table is None else table, SandboxSettings, key))

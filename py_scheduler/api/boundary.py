@@ -19,8 +19,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from py_scheduler.api.access import NEEDS, Need, log_refusal
-from py_scheduler.api.bearer_tokens import ANYBODY
+from py_scheduler.api.security.access import NEEDS, Need, log_refusal
+from py_scheduler.api.security.bearer_tokens import ANYBODY
 from py_scheduler.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
@@ -28,16 +28,16 @@ from py_scheduler.errors import (
     SchedulerError,
     UnauthenticatedError,
 )
-from py_scheduler.wire.damage import damage_error
-from py_scheduler.wire.errors import internal_status, status_of
+from py_scheduler.wire.common.damage import damage_error
+from py_scheduler.wire.common.errors import internal_status, status_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
     from google.rpc import status_pb2
 
-    from py_scheduler.api.access import Access
-    from py_scheduler.api.bearer_tokens import Caller
+    from py_scheduler.api.security.access import Access
+    from py_scheduler.api.security.bearer_tokens import Caller
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from py_scheduler.api.boundary import CallRefusedError
-from py_scheduler.scheduler.bell import Bell, rings_within
+from py_scheduler.scheduler.notifier import Bell, rings_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

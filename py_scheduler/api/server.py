@@ -21,21 +21,21 @@ from py_scheduler._generated.rollout_scheduler.v1 import (
     scheduler_service_pb2,
     scheduler_service_pb2_grpc,
 )
-from py_scheduler.api.access import Access
-from py_scheduler.api.bearer_tokens import BearerTokens
 from py_scheduler.api.boundary import Boundary
-from py_scheduler.api.generation_servicer import GenerationServicer
 from py_scheduler.api.health import HealthServicer
-from py_scheduler.api.placement_servicer import PlacementServicer
-from py_scheduler.api.rollout_servicer import RolloutServicer
-from py_scheduler.api.scheduler_servicer import SchedulerServicer
-from py_scheduler.api.tls import grpc_credentials
+from py_scheduler.api.security.access import Access
+from py_scheduler.api.security.bearer_tokens import BearerTokens
+from py_scheduler.api.security.tls import grpc_credentials
+from py_scheduler.api.servicers.generation import GenerationServicer
+from py_scheduler.api.servicers.placement import PlacementServicer
+from py_scheduler.api.servicers.rollout import RolloutServicer
+from py_scheduler.api.servicers.scheduler import SchedulerServicer
 from py_scheduler.config import UNIX_PREFIX, is_local
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:
-    from py_scheduler.api.engine_port import EnginePort
-    from py_scheduler.api.rollout_port import RolloutPort
+    from py_scheduler.api.servicers.engine_port import EnginePort
+    from py_scheduler.api.servicers.rollout_port import RolloutPort
     from py_scheduler.config import ServerSettings
 
 SCHEDULER_SERVICE = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name

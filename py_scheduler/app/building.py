@@ -29,23 +29,23 @@ from py_scheduler.errors import (
 )
 from py_scheduler.handler_parts import HANDLER_PARTS
 from py_scheduler.handlers import handler_elsewhere, load_factory, load_strategy, make_handler
-from py_scheduler.interfaces.step_desk import StepDesk
+from py_scheduler.interfaces.step_service import StepDesk
 from py_scheduler.interfaces.task_scheduler import STEP_EVENTS, TaskScheduler
 from py_scheduler.placement import PlacementPool, load_cluster_layout, tokens_in_budget
-from py_scheduler.rollout.sample_files import require_torch
-from py_scheduler.rollout.sources import open_source, open_sources
+from py_scheduler.rollout.files.samples import require_torch
+from py_scheduler.rollout.sources.sources import open_source, open_sources
 from py_scheduler.scheduler.engine import Engine
 from py_scheduler.version import version
 
 if TYPE_CHECKING:
     from py_scheduler.api.generation_http import GenerationHttp
     from py_scheduler.config import ClusterSettings
-    from py_scheduler.domain.data import DataSource
     from py_scheduler.domain.evaluator import BaseAgent
     from py_scheduler.domain.ports import GenerationEngine, Journal
     from py_scheduler.domain.resources import NodeResource
-    from py_scheduler.rollout.python_source import Factory
-    from py_scheduler.rollout.sources import SourceSettings
+    from py_scheduler.domain.training.data import DataSource
+    from py_scheduler.rollout.sources.python import Factory
+    from py_scheduler.rollout.sources.sources import SourceSettings
     from py_scheduler.scheduler.settings import EngineSettings
 
 _log = logging.getLogger(__name__)

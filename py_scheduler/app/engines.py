@@ -63,7 +63,7 @@ def _build_engine(
     if kind == "sglang":
         return _build_sglang(rest, key)
     if kind == "embedded":
-        from py_scheduler.adapters.llama_cpp import LlamaCppEngine, LlamaCppSettings  # noqa: PLC0415
+        from py_scheduler.adapters.llama_cpp.engine import LlamaCppEngine, LlamaCppSettings  # noqa: PLC0415
 
         gguf_path = _gguf_path(rest.pop("gguf_path", ""), f"{key}.gguf_path", base_dir)
         return LlamaCppEngine(gguf_path, settings=convert_table(rest, LlamaCppSettings, key))
@@ -74,7 +74,7 @@ def _build_engine(
 
 def _build_sglang(table: dict[str, Any], key: str) -> GenerationEngine:
     """One server, a router with its workers, or several servers, as `base_url` and `base_urls` say."""
-    from py_scheduler.adapters.sglang import SglangEngine, SglangSettings  # noqa: PLC0415 - like the other adapters
+    from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings  # noqa: PLC0415 - like the other adapters
 
     faults: list[FieldViolation] = []
     addresses = {name: table.pop(name) for name in ("base_url", "base_urls", "control_urls") if name in table}
@@ -92,8 +92,8 @@ def _build_sglang(table: dict[str, Any], key: str) -> GenerationEngine:
     if faults:
         raise ConfigError(faults)
     if "base_urls" in addresses:
-        from py_scheduler.adapters._fleet_settings import FleetSettings  # noqa: PLC0415
-        from py_scheduler.adapters.sglang_fleet import SglangFleet  # noqa: PLC0415
+        from py_scheduler.adapters.sglang.fleet import SglangFleet  # noqa: PLC0415
+        from py_scheduler.adapters.sglang.settings import FleetSettings  # noqa: PLC0415
 
         with collecting(faults):
             settings = convert_table(table, SglangSettings, key)
@@ -157,7 +157,7 @@ def _gguf_path(value: object, key: str, base_dir: Path) -> Path:
         if not path.is_file():
             raise ConfigError(f"there is no file {path}: correct the path", key)
         return path
-    from py_scheduler.adapters.model_store import SMOLLM2, default_cache_dir  # noqa: PLC0415
+    from py_scheduler.adapters.llama_cpp.model_store import SMOLLM2, default_cache_dir  # noqa: PLC0415
 
     path = default_cache_dir() / Path(SMOLLM2.file).name
     if not path.is_file():

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.adapters._journal_recovery import Examination, Lost, Recovery, examine, recover
-from py_scheduler.adapters._journal_retention import JournalLimits
-from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.recovery import Examination, Lost, Recovery, examine, recover
+from py_scheduler.adapters.sqlite_journal.retention import JournalLimits
 from py_scheduler.domain.events import TasksAccepted
-from py_scheduler.scheduler.checkpoints import forgotten_among, snapshots_of
-from py_scheduler.scheduler.ledger import Ledger
+from py_scheduler.scheduler.ledger.ledger import Ledger
+from py_scheduler.scheduler.ledger.snapshots import service_snapshot
+from py_scheduler.scheduler.log.checkpoints import forgotten_among, snapshots_of
 from py_scheduler.scheduler.restore import complete_from, fold
-from py_scheduler.scheduler.snapshots import service_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

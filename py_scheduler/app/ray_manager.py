@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from py_scheduler.domain.generation import GenerationState
-    from py_scheduler.domain.runners import RunnerView
+    from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.interfaces.step_results import EvalResult, RolloutResult
     from py_scheduler.interfaces.task_scheduler import TaskScheduler
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from py_scheduler.adapters.process_runner import ProcessHost, import_path
-from py_scheduler.domain.runners import ANYWHERE, HandlerPlan
+from py_scheduler.adapters.children.process_host import ProcessHost, import_path
+from py_scheduler.domain.runners.runner import ANYWHERE, HandlerPlan
 from py_scheduler.errors import AlreadyExistsError, NotFoundError
-from py_scheduler.execution.child_runner import ChildRunners
+from py_scheduler.execution.children.runners import ChildRunners
 from py_scheduler.rollout.environment import variables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from py_scheduler.adapters.ray_runner import RayHost
+    from py_scheduler.adapters.children.ray_host import RayHost
     from py_scheduler.config import Config
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.resources import NodeResource
-    from py_scheduler.domain.runners import ChildHost
+    from py_scheduler.domain.runners.runner import ChildHost
     from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.engine import Engine
 
@@ -49,7 +49,7 @@ def build_ray(config: Config) -> RayHost | None:
     """None when no evaluator runs there."""
     if all(evaluator.runner != "ray" for evaluator in config.evaluator):
         return None
-    from py_scheduler.adapters.ray_runner import RayHost  # noqa: PLC0415 - most servers need none
+    from py_scheduler.adapters.children.ray_host import RayHost  # noqa: PLC0415 - most servers need none
 
     return RayHost(config.ray)
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from py_scheduler.client._rollout import OpenRollout, RolloutEvent
     from py_scheduler.domain.explanations import TaskExplanation
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.requests import AbortReply, EventKind, ServerInfo, SubmissionView, WatchedFrame
     from py_scheduler.domain.task import Task
+    from py_scheduler.domain.training.iteration import IterationContext
 
 _log = logging.getLogger("py_scheduler.client")
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 
-from py_scheduler.domain.backoff import backoff_seconds
+from py_scheduler.domain.values.backoff import backoff_seconds
 
 _log = logging.getLogger("py_scheduler.client")
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from py_scheduler.client._rollout import RolloutEvent
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import BatchId, Task
+    from py_scheduler.domain.training.iteration import IterationContext
 
 ClientT = TypeVar("ClientT", bound=ServiceClient[Any])
 P = ParamSpec("P")

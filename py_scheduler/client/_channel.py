@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from py_scheduler.errors import InvalidArgumentError, ResourceExhaustedError, ServerError
-from py_scheduler.wire.errors import error_of
+from py_scheduler.wire.common.errors import error_of
 
 if TYPE_CHECKING:
     from py_scheduler.errors import SchedulerError

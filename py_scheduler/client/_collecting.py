@@ -16,7 +16,7 @@ from py_scheduler.client._steps import StepClient
 from py_scheduler.domain.collecting import DEFAULT_COLLECT_SECONDS, CollectReply, CollectRequest, TaskResult
 from py_scheduler.domain.limits import check_collect
 from py_scheduler.domain.requests import SubmissionSelector
-from py_scheduler.domain.runner_table import runner_state, runner_table
+from py_scheduler.domain.runners.table import runner_state, runner_table
 from py_scheduler.errors import InvalidArgumentError, NotFoundError, ServerError
 from py_scheduler.wire.collecting import (
     CollectReader,
@@ -30,7 +30,7 @@ from py_scheduler.wire.runners import decode_runners
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from py_scheduler.domain.runners import RunnerView
+    from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.domain.task import BatchId
 
 _log = logging.getLogger("py_scheduler.client")

@@ -14,7 +14,7 @@ from py_scheduler._generated.rollout_scheduler.v1 import (
 from py_scheduler.client._backoff import Backoff
 from py_scheduler.client._rollout import RolloutEvent, rollout_events
 from py_scheduler.client._streams import StreamClient
-from py_scheduler.domain.steps import StepKind, StepReport, StepRequest
+from py_scheduler.domain.training.steps import StepKind, StepReport, StepRequest
 from py_scheduler.wire.events import decode_frame
 from py_scheduler.wire.rollouts import decode_report, encode_step_request
 from py_scheduler.wire.training_samples import decode_samples
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from py_scheduler.domain.requests import WatchedFrame
-    from py_scheduler.domain.training_samples import TrainingSample
+    from py_scheduler.domain.training.samples import TrainingSample
 
 StepEvent = RolloutEvent | StepReport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from py_scheduler.adapters.model_store import fetch_smollm2
+from py_scheduler.adapters.llama_cpp.model_store import fetch_smollm2
 from py_scheduler.commands.console import standard_console
 
 if TYPE_CHECKING:

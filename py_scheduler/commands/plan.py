@@ -16,7 +16,7 @@ import msgspec
 
 from py_scheduler.app import cluster_nodes
 from py_scheduler.commands.console import standard_console
-from py_scheduler.commands.plan_view import PlanView, show_plan
+from py_scheduler.commands.views.plan import PlanView, show_plan
 from py_scheduler.config import convert_config
 from py_scheduler.errors import ConfigError, FieldViolation, InvalidArgumentError
 from py_scheduler.knobs import overrides_of

@@ -16,8 +16,8 @@ from rich import box
 from rich.table import Table
 
 from py_scheduler.commands.console import standard_console
-from py_scheduler.commands.report_data import iteration_name, outcomes_seen, read_report, slowest_samples
-from py_scheduler.commands.report_plots import draw_report
+from py_scheduler.commands.views.report_data import iteration_name, outcomes_seen, read_report, slowest_samples
+from py_scheduler.commands.views.report_plots import draw_report
 
 if TYPE_CHECKING:
     import argparse
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from py_scheduler.commands.report_data import Report
-    from py_scheduler.domain.steps import FilterReport
+    from py_scheduler.commands.views.report_data import Report
+    from py_scheduler.domain.training.steps import FilterReport
     from py_scheduler.rollout.iteration_summary import DatasetSummary, IterationSummary, NodeUse
 
 _NONE = "-"

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from py_scheduler.commands.connection import add_server, connection_of
 from py_scheduler.commands.console import standard_console
-from py_scheduler.domain.runner_table import runner_table
+from py_scheduler.domain.runners.table import runner_table
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from py_scheduler.domain.runners import RunnerView
+    from py_scheduler.domain.runners.runner import RunnerView
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from py_scheduler import app
 from py_scheduler.commands.console import standard_console
-from py_scheduler.commands.try_view import Trial, show_json, show_trial
+from py_scheduler.commands.views.try_handler import Trial, show_json, show_trial
 from py_scheduler.config import Config, GatewaySettings, convert_config, load_config
 from py_scheduler.containment import contained_task
 from py_scheduler.domain.events import AttemptEnded, TaskDone

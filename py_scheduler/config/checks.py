@@ -11,10 +11,10 @@ from py_scheduler.config.tables import UNIX_PREFIX
 from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.limits import check_sampling, check_stopping, name_fault
 from py_scheduler.domain.resources import check_extras
-from py_scheduler.domain.runners import check_runner_settings
+from py_scheduler.domain.runners.runner import check_runner_settings
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.rollout.reuse import check_reuse
-from py_scheduler.rollout.sources import check_source
+from py_scheduler.rollout.sources.sources import check_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import msgspec
 
     from py_scheduler.config.tables import Config, EvaluatorSettings, GatewaySettings, ServerSettings, TlsSettings
-    from py_scheduler.domain.runners import RaySettings
+    from py_scheduler.domain.runners.runner import RaySettings
     from py_scheduler.rollout.settings import RolloutSettings
-    from py_scheduler.rollout.sources import SourceSettings
+    from py_scheduler.rollout.sources.sources import SourceSettings
 
 _MAX_PORT = 65_535
 _HANDLER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")

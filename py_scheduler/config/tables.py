@@ -11,9 +11,9 @@ from py_scheduler.domain.generation import OnWeightUpdate, SamplingParams, Stopp
 from py_scheduler.domain.limits import MAX_MESSAGE_BYTES, MAX_TASKS_PER_CALL
 from py_scheduler.domain.quotas import NamespaceSettings
 from py_scheduler.domain.resources import Resource
-from py_scheduler.domain.runners import RaySettings, RunnerKind, RunnerSettings
+from py_scheduler.domain.runners.runner import RaySettings, RunnerKind, RunnerSettings
 from py_scheduler.rollout.settings import RolloutSettings
-from py_scheduler.rollout.sources import SourceSettings
+from py_scheduler.rollout.sources.sources import SourceSettings
 from py_scheduler.scheduler.settings import EngineSettings
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
@@ -46,7 +46,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     listen: "host:port" (port 0: any free one) or "unix:/path". A host off loopback needs TLS and tokens, or
     insecure_remote, with which whoever reaches the port can use the service.
-    tokens_file: the bearer tokens, see `api.bearer_tokens`; empty: anybody may call. reflection: whether tools may ask
+    tokens_file: the bearer tokens, see `api.security.bearer_tokens`; empty: anybody may call. reflection: whether tools may ask
     which calls there are; left out: on loopback without tokens.
     max_streams: open at once; more are refused. stalled_stream_seconds: how long a stream waits for a client that does
     not read. disconnect_grace_seconds: how long the client of a submission with cancel_on_disconnect has to come back.

@@ -42,7 +42,7 @@ class CollectRequest(msgspec.Struct, frozen=True, kw_only=True):
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What became of one task.
 
-    succeeded_samples: of the `planned_samples` that it was to have. metrics: see `domain.metrics`.
+    succeeded_samples: of the `planned_samples` that it was to have. metrics: see `domain.values.metrics`.
     message: why not all of them did; empty when they did. samples: every sample's record, in the order of sample_no;
     of a task that was stopped those that were final by then. payloads: one of each SubTask that made one, in the order
     they ended.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import Sample, Task
+    from py_scheduler.domain.training.iteration import IterationContext
 
 STUDENT = "student"
 TEACHER = "teacher"

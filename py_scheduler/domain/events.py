@@ -1,6 +1,6 @@
 """What happened, in the order it happened: the one list that journal, streams, callbacks and restart all consume.
 
-Events are facts made by the ledger alone (`scheduler/ledger.py`). All but `AttemptsLeased` are journalled and
+Events are facts made by the ledger alone (`scheduler/ledger/ledger.py`). All but `AttemptsLeased` are journalled and
 numbered; leases are derived again after a restart.
 
 They are stored as arrays, a third smaller than with names: a new field goes to the end and has a default.
@@ -14,10 +14,10 @@ from typing import final
 import msgspec
 
 from py_scheduler.domain.collecting import UnfinishedTask
-from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.domain.task import BatchId, Task
-from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY
+from py_scheduler.domain.training.iteration import IterationContext
 
 
 class AcceptedTask(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -87,7 +87,7 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_li
     payload: what the runner made for the trainer in this attempt, never decoded here; like samples, only when final.
     running_seconds: from the handler's start to its end, or until it was given up.
 
-    What the service as a whole learns from it, without the task's record (`scheduler/service_facts.py`), once it is
+    What the service as a whole learns from it, without the task's record (`ledger/service_facts.py`), once it is
     final: is_eval; subtask_seconds, running_seconds of all attempts at the SubTask; trainable_samples, how many of its
     samples can be trained on.
     """

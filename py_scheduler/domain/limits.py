@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.domain.cascade import DATASET_CONFIG_KEY, dataset_config
+from py_scheduler.domain.episodes.cascade import DATASET_CONFIG_KEY, dataset_config
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.generation import SamplingParams, StoppingCriteria, WeightUpdate
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import TaskConfig
+    from py_scheduler.domain.training.iteration import IterationContext
 
 MAX_NAME_LENGTH = 512
 """Characters of an id, label, namespace, task type or client key."""

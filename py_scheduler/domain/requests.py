@@ -18,9 +18,9 @@ from py_scheduler.domain.events import (
     TrainingResumed,
     WeightsChanged,
 )
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey, Task
+from py_scheduler.domain.training.iteration import IterationContext
 
 
 class Delivery(StrEnum):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from py_scheduler.domain.frozen_dict import FrozenDict
+from py_scheduler.domain.values.frozen_dict import FrozenDict
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:

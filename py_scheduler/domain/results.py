@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from py_scheduler.domain.frozen_dict import FrozenDict
-from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory
+from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY, Trajectory
+from py_scheduler.domain.values.frozen_dict import FrozenDict
 
 NO_METRICS: FrozenDict[str, float] = FrozenDict()
 """One object for all samples that measured nothing."""
@@ -93,7 +93,7 @@ class AgentResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What `BaseAgent.run` returns; the tokens are recorded by the episode itself.
 
     termination_reason: why the agent stopped, in its own words (`"max_turns"` and `"context_overflow"` are understood).
-    answer, reward_inputs: what `eval` needs. metrics: what the run measured; see `domain.metrics` for their names.
+    answer, reward_inputs: what `eval` needs. metrics: what the run measured; see `domain.values.metrics` for their names.
     payload: opaque bytes for whoever collects the task's result; those of samples that are one SubTask stand one behind
     another there.
     """
@@ -126,7 +126,7 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     node_ip, gpu_ids: where it ran; empty when it never did. started_unix_seconds: when run began; 0 when it never did.
     weight_epoch: of the oldest weights that the student generated tokens of it with; None when it generated none.
     staleness: how often the weights had changed since then when the sample ended.
-    metrics: what its run measured, by name; a name may end in how it is to be put together (see `domain.metrics`).
+    metrics: what its run measured, by name; a name may end in how it is to be put together (see `domain.values.metrics`).
     """
 
     task_id: str

@@ -40,7 +40,7 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     it a SubTask's samples count together or not at all.
     attempt_timeout_seconds: how long one attempt at a SubTask may take from its start; None: no limit of its own.
     has_dynamic_timeout: whether an attempt has less time than that once it is known how long sub-tasks take; see
-    `scheduler.dynamic_timeout`.
+    `scheduler.ledger.dynamic_timeout`.
     """
 
     task_type: str

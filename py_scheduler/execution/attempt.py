@@ -13,7 +13,7 @@ import msgspec
 
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, Timings
-from py_scheduler.domain.runners import NOTHING_SHOWN
+from py_scheduler.domain.runners.runner import NOTHING_SHOWN
 from py_scheduler.domain.task import Task
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from py_scheduler.domain.events import StopCause
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.training.iteration import IterationContext
     from py_scheduler.execution.evaluator import Evaluator
     from py_scheduler.execution.workers import Worker
 

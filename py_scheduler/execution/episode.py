@@ -11,7 +11,8 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.cascade import dataset_config, resolve_sampling, resolve_stopping
+from py_scheduler.domain.episodes.cascade import dataset_config, resolve_sampling, resolve_stopping
+from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY, Trajectory, TrajectoryBuilder
 from py_scheduler.domain.evaluator import STUDENT, TEACHER
 from py_scheduler.domain.generation import (
     FinishReason,
@@ -21,27 +22,26 @@ from py_scheduler.domain.generation import (
     SamplingParams,
     StoppingCriteria,
 )
-from py_scheduler.domain.runners import shown_with
-from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, TrajectoryBuilder
+from py_scheduler.domain.runners.runner import shown_with
 from py_scheduler.errors import (
     FailedPreconditionError,
     GenerationAbortedError,
     GenerationError,
 )
-from py_scheduler.execution.turn_sampling import turn_sampling
+from py_scheduler.execution.generation.turn_sampling import turn_sampling
 from py_scheduler.execution.workdirs import Workdirs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from py_scheduler.domain.api_access import ApiAccess, ApiFront
+    from py_scheduler.domain.episodes.api_access import ApiAccess, ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.generation import ChatMessage
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.task import Sample
     from py_scheduler.execution.attempt import RunningAttempt
-    from py_scheduler.execution.generation_gateway import GenerationGateway
+    from py_scheduler.execution.generation.gateway import GenerationGateway
 
 logger = logging.getLogger(__name__)
 

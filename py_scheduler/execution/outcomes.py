@@ -13,8 +13,8 @@ import traceback
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.results import Outcome
+from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import (
     ContextOverflowError,
     EngineUnavailableError,

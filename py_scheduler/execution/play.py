@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import msgspec
 
-from py_scheduler.domain.plain import details_json, plain_number, safe_text
 from py_scheduler.domain.results import (
     NO_METRICS,
     NO_REWARD,
@@ -23,6 +22,7 @@ from py_scheduler.domain.results import (
     SampleDone,
     Timings,
 )
+from py_scheduler.domain.values.plain import details_json, plain_number, safe_text
 from py_scheduler.errors import RunnerLostError
 from py_scheduler.execution.outcomes import classify_abort, classify_termination, describe
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.results import Reward, SampleDone
-    from py_scheduler.domain.runners import RunnerView
+    from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.domain.task import Task
     from py_scheduler.execution.attempt import RunningAttempt
     from py_scheduler.execution.workers import Worker

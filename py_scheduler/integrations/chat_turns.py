@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.chat_turns import following_tokens, text_of
+from py_scheduler.domain.episodes.chat_turns import following_tokens, text_of
 from py_scheduler.domain.generation import ChatMessage
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from py_scheduler.domain.episodes.sandbox import PYTHON, Sandbox, SandboxResult
 from py_scheduler.domain.evaluator import BaseAgent, Episode
 from py_scheduler.domain.generation import ChatMessage, FinishReason
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
-from py_scheduler.domain.sandbox import PYTHON, Sandbox, SandboxResult
 from py_scheduler.errors import ConfigError, ContextOverflowError, InvalidArgumentError, SandboxError
 from py_scheduler.integrations.chat_turns import observe_reply
 

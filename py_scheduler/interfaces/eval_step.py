@@ -19,18 +19,18 @@ from py_scheduler.domain.limits import check_step_samples
 from py_scheduler.domain.results import Outcome, TaskState
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.interfaces.step_results import EvalResult, relative_files
-from py_scheduler.rollout.details import DetailsWriter
 from py_scheduler.rollout.environment import eval_context, process_environment
+from py_scheduler.rollout.files.details import DetailsWriter
 from py_scheduler.rollout.groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from py_scheduler.domain.data import DataSource
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.results import Reward, SampleDone
     from py_scheduler.domain.task import Task
+    from py_scheduler.domain.training.data import DataSource
+    from py_scheduler.domain.training.iteration import IterationContext
     from py_scheduler.interfaces.task_run import Trace
     from py_scheduler.interfaces.task_scheduler import TaskScheduler
 

@@ -18,17 +18,17 @@ from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.limits import check_step_samples
-from py_scheduler.domain.steps import FilterReport
+from py_scheduler.domain.training.iteration import IterationContext
+from py_scheduler.domain.training.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError, NotFoundError
 from py_scheduler.interfaces.step_results import RolloutResult, relative_files
 from py_scheduler.interfaces.task_run import acceptance_order
-from py_scheduler.rollout.details import DetailsWriter
 from py_scheduler.rollout.environment import process_environment
+from py_scheduler.rollout.files.details import DetailsWriter
+from py_scheduler.rollout.files.store import RolloutStore, read_samples, replay_path, saved_rollout_id
 from py_scheduler.rollout.filters import GroupFilter, NextMove, next_move, shortfall
 from py_scheduler.rollout.reuse import ReuseAction, ReuseDecision, decide_reuse
-from py_scheduler.rollout.store import RolloutStore, read_samples, replay_path, saved_rollout_id
 from py_scheduler.rollout.training import pad_groups, training_group
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.results import Outcome
-from py_scheduler.domain.steps import DatasetOutcomes, KeptGroup, StepKind, StepReport
+from py_scheduler.domain.training.steps import DatasetOutcomes, KeptGroup, StepKind, StepReport
 from py_scheduler.rollout.groups import Group
 from py_scheduler.rollout.iteration_summary import IterationSummary
 from py_scheduler.rollout.training import TrainingSample
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from py_scheduler.domain.steps import StepRequest
+    from py_scheduler.domain.training.steps import StepRequest
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,15 +30,15 @@ from py_scheduler.errors import (
     ResourceExhaustedError,
 )
 from py_scheduler.rollout.groups import group_of
-from py_scheduler.scheduler.records import submission_and_number
+from py_scheduler.scheduler.ledger.records import submission_and_number
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.requests import EventFrame, SubmitReply
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.domain.task import Batch, SubmissionKey, Task
+    from py_scheduler.domain.training.iteration import IterationContext
     from py_scheduler.rollout.groups import Group
     from py_scheduler.scheduler.engine import Engine
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from py_scheduler.batching import BatchingStrategy, fifo_batching, interleave
-from py_scheduler.domain.iteration import checked_rollout_id
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, SubmissionKey
+from py_scheduler.domain.training.iteration import checked_rollout_id
 from py_scheduler.errors import FailedPreconditionError
 from py_scheduler.interfaces.artifact_folder import ArtifactFolder
 from py_scheduler.interfaces.eval_step import EvalStep
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from py_scheduler.domain.data import DataSource
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import Batch, BatchId, Task
+    from py_scheduler.domain.training.data import DataSource
+    from py_scheduler.domain.training.iteration import IterationContext
     from py_scheduler.interfaces.step_results import EvalResult, RolloutResult
     from py_scheduler.rollout.groups import Group
     from py_scheduler.scheduler.engine import Engine

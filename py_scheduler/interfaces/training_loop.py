@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.errors import FailedPreconditionError
-from py_scheduler.rollout.loop_state import LoopState, read_loop_state, write_loop_state
+from py_scheduler.rollout.files.loop_state import LoopState, read_loop_state, write_loop_state
 
 if TYPE_CHECKING:
-    from py_scheduler.domain.data import DataSource
+    from py_scheduler.domain.training.data import DataSource
     from py_scheduler.interfaces.artifact_folder import ArtifactFolder
     from py_scheduler.interfaces.step_results import RolloutResult
 

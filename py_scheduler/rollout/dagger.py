@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.iteration import IterationContext, checked_rollout_id
+from py_scheduler.domain.training.iteration import IterationContext, checked_rollout_id
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:

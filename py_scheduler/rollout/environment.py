@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.knobs import BETA, EVAL_BETA, ROLLOUT_ID, T_MAX
 

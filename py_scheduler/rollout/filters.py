@@ -15,7 +15,7 @@ import msgspec
 
 from py_scheduler.domain.generation import FinishReason
 from py_scheduler.domain.results import Outcome
-from py_scheduler.domain.steps import FilterReport
+from py_scheduler.domain.training.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError, FieldViolation, InvalidArgumentError
 from py_scheduler.rollout.groups import Group
 

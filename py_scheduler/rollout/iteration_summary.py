@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from py_scheduler.domain.steps import FilterReport
+from py_scheduler.domain.training.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError
-from py_scheduler.rollout.files import open_regular
+from py_scheduler.rollout.files.paths import open_regular
 
 if TYPE_CHECKING:
     from pathlib import Path

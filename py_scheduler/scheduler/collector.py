@@ -22,18 +22,18 @@ from py_scheduler.domain.collecting import CollectReply, CollectRequest, Unfinis
 from py_scheduler.domain.limits import MAX_UNFINISHED_SHOWN, check_collect
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
-from py_scheduler.scheduler.commands import AcknowledgeResults, CollectResults, DiscardResults
 from py_scheduler.scheduler.intake import discard_digest
-from py_scheduler.scheduler.kept_results import leaves_result, why_incomplete
+from py_scheduler.scheduler.ledger.commands import AcknowledgeResults, CollectResults, DiscardResults
+from py_scheduler.scheduler.ledger.kept_results import leaves_result, why_incomplete
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator
 
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.requests import SubmissionSelector
-    from py_scheduler.scheduler.event_log import EventLog
-    from py_scheduler.scheduler.recorder import Recorder
-    from py_scheduler.scheduler.records import CollectedSet, SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.ledger.records import CollectedSet, SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.log.event_log import EventLog
+    from py_scheduler.scheduler.log.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
 
 logger = logging.getLogger(__name__)

@@ -38,24 +38,24 @@ from py_scheduler.domain.requests import (
 )
 from py_scheduler.errors import FailedPreconditionError, ResourceExhaustedError
 from py_scheduler.execution.episode import EpisodeServices
-from py_scheduler.execution.generation_gateway import GenerationGateway
+from py_scheduler.execution.generation.gateway import GenerationGateway
 from py_scheduler.execution.runner import start_runners
 from py_scheduler.execution.workdirs import Workdirs
-from py_scheduler.scheduler.admission import Admission
-from py_scheduler.scheduler.checkpoints import Checkpoints
 from py_scheduler.scheduler.collector import Collector
-from py_scheduler.scheduler.commands import AcceptTasks, ResumeTraining
-from py_scheduler.scheduler.dynamic_timeout import dynamic_timeout
-from py_scheduler.scheduler.event_log import EventLog
 from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attempts
-from py_scheduler.scheduler.lease_desk import LeaseDesk, node_view
-from py_scheduler.scheduler.ledger import Ledger
-from py_scheduler.scheduler.quotas import IntakeLimits, Quotas
-from py_scheduler.scheduler.recorded_weights import RecordedWeights
-from py_scheduler.scheduler.recorder import Recorder
+from py_scheduler.scheduler.leases.manager import LeaseDesk, node_view
+from py_scheduler.scheduler.ledger.commands import AcceptTasks, ResumeTraining
+from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
+from py_scheduler.scheduler.ledger.ledger import Ledger
+from py_scheduler.scheduler.log.checkpoints import Checkpoints
+from py_scheduler.scheduler.log.event_log import EventLog
+from py_scheduler.scheduler.log.recorded_weights import RecordedWeights
+from py_scheduler.scheduler.log.recorder import Recorder
+from py_scheduler.scheduler.queue.admission import Admission
+from py_scheduler.scheduler.queue.quotas import IntakeLimits, Quotas
+from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
 from py_scheduler.scheduler.restore import collector_at_rest, open_batches, restore, unscored_groups
 from py_scheduler.scheduler.settings import EngineSettings
-from py_scheduler.scheduler.staleness_gate import StalenessGate
 from py_scheduler.scheduler.stops import Stops
 from py_scheduler.scheduler.supervisor import Supervisor
 from py_scheduler.scheduler.views import Views, engine_view, evaluator_view
@@ -63,18 +63,18 @@ from py_scheduler.scheduler.views import Views, engine_view, evaluator_view
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-    from py_scheduler.domain.api_access import ApiFront
+    from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
     from py_scheduler.domain.quotas import NamespaceSettings, Quota
-    from py_scheduler.domain.runners import RunnerView
+    from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.domain.task import Batch
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.execution.runner import Runners
     from py_scheduler.placement import PlacementPool
-    from py_scheduler.scheduler.dynamic_timeout import TrainingHistory
-    from py_scheduler.scheduler.ledger_state import LedgerState
+    from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
+    from py_scheduler.scheduler.ledger.state import LedgerState
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.play import absorb_cancellation
 from py_scheduler.execution.runner import INLINE, Runners, Seat
 from py_scheduler.execution.workers import WorkerPool
-from py_scheduler.scheduler.commands import ScoreGroup
 from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.scheduler.ledger.commands import ScoreGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.results import Reward
     from py_scheduler.execution.workers import Worker
-    from py_scheduler.scheduler.recorder import Recorder
-    from py_scheduler.scheduler.records import TaskRecord
+    from py_scheduler.scheduler.ledger.records import TaskRecord
+    from py_scheduler.scheduler.log.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.requests import AbortRequest, SubmissionSelector, SubmitRequest
     from py_scheduler.domain.task import Batch, BatchId, Task
     from py_scheduler.placement import PlacementPool
-    from py_scheduler.scheduler.records import TaskRecord
+    from py_scheduler.scheduler.ledger.records import TaskRecord
 
 logger = logging.getLogger(__name__)
 

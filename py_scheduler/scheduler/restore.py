@@ -17,26 +17,26 @@ import msgspec
 
 from py_scheduler.domain.events import AttemptEnded
 from py_scheduler.domain.snapshots import SERVICE
-from py_scheduler.scheduler.commands import InterruptAttempt
 from py_scheduler.scheduler.intake import Intake, waiting_attempts
-from py_scheduler.scheduler.snapshots import is_of_result, result_of, service_of, submission_of
-from py_scheduler.scheduler.staleness import StalenessSettings
+from py_scheduler.scheduler.ledger.commands import InterruptAttempt
+from py_scheduler.scheduler.ledger.snapshots import is_of_result, result_of, service_of, submission_of
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from py_scheduler.domain.collecting import TaskResult
+    from py_scheduler.domain.episodes.trajectory import Trajectory
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.ports import Clock, Journal
     from py_scheduler.domain.snapshots import Snapshot
-    from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.execution.attempt import PlannedAttempt
-    from py_scheduler.scheduler.checkpoints import Checkpoints
-    from py_scheduler.scheduler.event_log import EventLog
-    from py_scheduler.scheduler.ledger import Ledger
-    from py_scheduler.scheduler.recorder import Recorder
-    from py_scheduler.scheduler.records import TaskRecord
+    from py_scheduler.scheduler.ledger.ledger import Ledger
+    from py_scheduler.scheduler.ledger.records import TaskRecord
+    from py_scheduler.scheduler.log.checkpoints import Checkpoints
+    from py_scheduler.scheduler.log.event_log import EventLog
+    from py_scheduler.scheduler.log.recorder import Recorder
 
 _READ_EVENTS = 512
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.backoff import backoff_seconds
 from py_scheduler.domain.explanations import TaskWait
 from py_scheduler.domain.requests import WaitingBatch
+from py_scheduler.domain.values.backoff import backoff_seconds
 from py_scheduler.scheduler.deadlines import Deadlines
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.ports import Clock
     from py_scheduler.execution.attempt import PlannedAttempt
-    from py_scheduler.scheduler.ledger_state import LedgerState
+    from py_scheduler.scheduler.ledger.state import LedgerState
     from py_scheduler.scheduler.settings import EngineSettings
 
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from py_scheduler.scheduler.dynamic_timeout import DynamicTimeoutSettings
-from py_scheduler.scheduler.staleness import StalenessSettings
+from py_scheduler.scheduler.ledger.dynamic_timeout import DynamicTimeoutSettings
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,23 +12,23 @@ import logging
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.events import AbortRequested, StopCause
-from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import AbortReply, AbortRequest
+from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import NotFoundError
-from py_scheduler.scheduler.commands import StopTasks
 from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.intake import abort_digest
+from py_scheduler.scheduler.ledger.commands import StopTasks
 from py_scheduler.scheduler.supervisor import EVERYTHING, Concerned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from py_scheduler.domain.ports import Clock
-    from py_scheduler.scheduler.admission import Admission
-    from py_scheduler.scheduler.event_log import EventLog
-    from py_scheduler.scheduler.ledger import Ledger
-    from py_scheduler.scheduler.recorder import Recorder
-    from py_scheduler.scheduler.records import SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.ledger.ledger import Ledger
+    from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.log.event_log import EventLog
+    from py_scheduler.scheduler.log.recorder import Recorder
+    from py_scheduler.scheduler.queue.admission import Admission
     from py_scheduler.scheduler.supervisor import Supervisor
 
 

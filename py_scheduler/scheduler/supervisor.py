@@ -23,13 +23,13 @@ from py_scheduler.execution.evaluator import Evaluator
 from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.runner import INLINE
 from py_scheduler.execution.workers import WorkerPool
-from py_scheduler.scheduler.bell import Bell
-from py_scheduler.scheduler.commands import EndAttempt, StartAttempt
 from py_scheduler.scheduler.deadlines import Deadlines
-from py_scheduler.scheduler.dynamic_timeout import dynamic_timeout
-from py_scheduler.scheduler.endings import needs_backoff
 from py_scheduler.scheduler.group_scorer import GroupScorer
-from py_scheduler.scheduler.records import submission_and_number
+from py_scheduler.scheduler.ledger.commands import EndAttempt, StartAttempt
+from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
+from py_scheduler.scheduler.ledger.endings import needs_backoff
+from py_scheduler.scheduler.ledger.records import submission_and_number
+from py_scheduler.scheduler.notifier import Bell
 from py_scheduler.scheduler.retry_backoff import RetryBackoffs
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from py_scheduler.execution.episode import EpisodeServices
     from py_scheduler.execution.runner import Runners
     from py_scheduler.execution.workers import Worker
-    from py_scheduler.scheduler.recorder import Recorder
+    from py_scheduler.scheduler.log.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
 
     Requeue = Callable[[EvaluatorSpec, list[PlannedAttempt]], None]

@@ -11,7 +11,7 @@ from py_scheduler.domain.limits import MAX_WAITING_SHOWN
 from py_scheduler.domain.requests import EvaluatorSpecView, GenerationEngineView, SubmissionView
 from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.errors import GenerationError
-from py_scheduler.scheduler.records import submission_and_number
+from py_scheduler.scheduler.ledger.records import submission_and_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import GenerationEngine
     from py_scheduler.domain.requests import SubmissionSelector
-    from py_scheduler.domain.runners import RunnerView
+    from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.execution.runner import Runners
-    from py_scheduler.scheduler.ledger_state import LedgerState
+    from py_scheduler.scheduler.ledger.state import LedgerState
+    from py_scheduler.scheduler.queue.waiting_reasons import WaitingReasons
     from py_scheduler.scheduler.retry_backoff import RetryBackoffs
-    from py_scheduler.scheduler.waiting_reasons import WaitingReasons
 
 logger = logging.getLogger(__name__)
 

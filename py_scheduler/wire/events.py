@@ -23,9 +23,9 @@ from py_scheduler.domain.events import (
     TrainingResumed,
     WeightsChanged,
 )
-from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import TasksAcceptedNotice, WatchedEvent, WatchedFrame, WatchedRecord
-from py_scheduler.wire.enums import ATTEMPT_STATES, OUTCOMES, STOP_CAUSES, TASK_STATES
+from py_scheduler.domain.values.plain import safe_text
+from py_scheduler.wire.common.enums import ATTEMPT_STATES, OUTCOMES, STOP_CAUSES, TASK_STATES
 from py_scheduler.wire.results import decode_reward, decode_sample, encode_reward, encode_sample
 from py_scheduler.wire.tasks import encode_batch_id
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.events import EventRecord, JournalledEvent
     from py_scheduler.domain.requests import EventFrame
     from py_scheduler.domain.task import BatchId
-    from py_scheduler.wire.cursor import CursorCodec
+    from py_scheduler.wire.common.cursor import CursorCodec
 
 
 # Domain to wire

@@ -6,10 +6,10 @@ from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 a
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPhase, TaskWait
 from py_scheduler.domain.limits import name_fault
-from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId
-from py_scheduler.wire.enums import EnumTable
-from py_scheduler.wire.faults import Faults
+from py_scheduler.domain.values.plain import safe_text
+from py_scheduler.wire.common.enums import EnumTable
+from py_scheduler.wire.common.faults import Faults
 from py_scheduler.wire.placement import decode_shortage, encode_shortage
 from py_scheduler.wire.tasks import encode_batch_id
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2 as service
 from py_scheduler.domain.generation import GenerationState, PauseMode, WeightUpdate
 from py_scheduler.domain.limits import check_weight_update, name_fault
-from py_scheduler.domain.plain import safe_text
+from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.wire.enums import EnumTable
-from py_scheduler.wire.faults import Faults
+from py_scheduler.wire.common.enums import EnumTable
+from py_scheduler.wire.common.faults import Faults
 
 PAUSE_MODES = EnumTable(PauseMode, service.PauseMode, "PAUSE_MODE")
 

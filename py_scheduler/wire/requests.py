@@ -11,7 +11,6 @@ from itertools import islice
 from py_scheduler._generated.rollout_scheduler.v1 import collecting_pb2, resource_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler.domain.limits import MAX_TASKS_PER_ABORT, MAX_WAITING_SHOWN, name_fault
-from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
@@ -30,10 +29,11 @@ from py_scheduler.domain.requests import (
 )
 from py_scheduler.domain.resources import MAX_NAMES, Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey
+from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.wire.cursor import CursorCodec
-from py_scheduler.wire.enums import DELIVERIES, EVENT_KINDS
-from py_scheduler.wire.faults import Faults
+from py_scheduler.wire.common.cursor import CursorCodec
+from py_scheduler.wire.common.enums import DELIVERIES, EVENT_KINDS
+from py_scheduler.wire.common.faults import Faults
 from py_scheduler.wire.tasks import decode_batch_id, decode_iteration, decode_tasks, encode_batch_id
 
 MAX_REASON_LENGTH = 4_096

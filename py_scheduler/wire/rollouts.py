@@ -10,12 +10,19 @@ import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2 as service
 from py_scheduler.domain.limits import MAX_GROUPS_PER_STEP, MAX_REPEAT_TIMES, MAX_SAMPLES_PER_CALL, name_fault
-from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.requests import EventFilter
-from py_scheduler.domain.steps import DatasetOutcomes, FilterReport, KeptGroup, StepKind, StepReport, StepRequest
-from py_scheduler.wire.cursor import CursorCodec
-from py_scheduler.wire.enums import OUTCOMES
-from py_scheduler.wire.faults import Faults
+from py_scheduler.domain.training.steps import (
+    DatasetOutcomes,
+    FilterReport,
+    KeptGroup,
+    StepKind,
+    StepReport,
+    StepRequest,
+)
+from py_scheduler.domain.values.plain import safe_text
+from py_scheduler.wire.common.cursor import CursorCodec
+from py_scheduler.wire.common.enums import OUTCOMES
+from py_scheduler.wire.common.faults import Faults
 
 ExecuteRequest = service.ExecuteRolloutRequest | service.ExecuteEvalRequest
 ExecuteResponse = service.ExecuteRolloutResponse | service.ExecuteEvalResponse

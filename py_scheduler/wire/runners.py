@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from py_scheduler._generated.rollout_scheduler.v1 import runner_pb2
-from py_scheduler.domain.plain import safe_text
-from py_scheduler.domain.runners import RunnerView
-from py_scheduler.wire.enums import RUNNER_STATES
+from py_scheduler.domain.runners.runner import RunnerView
+from py_scheduler.domain.values.plain import safe_text
+from py_scheduler.wire.common.enums import RUNNER_STATES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,15 +14,15 @@ import msgspec
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler.domain.requests import Delivery
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
-from py_scheduler.wire.enums import DELIVERIES
+from py_scheduler.wire.common.enums import DELIVERIES
 from py_scheduler.wire.tasks import encode_batch_id, encode_config, encode_iteration, encode_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
+    from py_scheduler.domain.training.iteration import IterationContext
 
 _CHUNK_SAMPLES = 100_000
 """A request is closed by the task that plans its samples up to this: well below what one call may plan."""

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
-from py_scheduler.domain.cascade import DATASET_CONFIG_KEY
+from py_scheduler.domain.episodes.cascade import DATASET_CONFIG_KEY
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.limits import (
     MAX_STOPS,
     check_batch_id,
@@ -22,8 +21,9 @@ from py_scheduler.domain.limits import (
     check_task_config,
     name_fault,
 )
-from py_scheduler.domain.plain import safe_text
 from py_scheduler.domain.task import BatchId, RetryPolicy, Task, TaskConfig
+from py_scheduler.domain.training.iteration import IterationContext
+from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from py_scheduler.wire.faults import Faults
+    from py_scheduler.wire.common.faults import Faults
 
 _SAMPLING_LISTS = ("stop", "stop_token_ids")
 _SAMPLING_SCALARS = tuple(

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2 as service
-from py_scheduler.domain.plain import details_json, safe_text
-from py_scheduler.domain.training_samples import TrainingSample
+from py_scheduler.domain.training.samples import TrainingSample
+from py_scheduler.domain.values.plain import details_json, safe_text
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.wire.enums import SAMPLE_STATUSES
+from py_scheduler.wire.common.enums import SAMPLE_STATUSES
 from py_scheduler.wire.events import MAX_FRAME_BYTES
 from py_scheduler.wire.results import decode_trajectory, encode_trajectory
 

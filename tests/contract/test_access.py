@@ -21,10 +21,10 @@ from py_scheduler._generated.rollout_scheduler.v1 import (
     scheduler_service_pb2,
     scheduler_service_pb2_grpc,
 )
-from py_scheduler.api.access import NEEDS, Need, log_refusal
-from py_scheduler.api.bearer_tokens import Caller
-from py_scheduler.api.scheduler_servicer import seen_by
+from py_scheduler.api.security.access import NEEDS, Need, log_refusal
+from py_scheduler.api.security.bearer_tokens import Caller
 from py_scheduler.api.server import HEALTH_SERVICE
+from py_scheduler.api.servicers.scheduler import seen_by
 from py_scheduler.client import (
     BlockingGenerationClient,
     BlockingPlacementClient,
@@ -36,7 +36,7 @@ from py_scheduler.client import (
 from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPhase, TaskWait
 from py_scheduler.domain.leases import LeaseState, LeaseView
 from py_scheduler.domain.resources import Resource
-from py_scheduler.domain.steps import StepKind, StepRequest
+from py_scheduler.domain.training.steps import StepKind, StepRequest
 from py_scheduler.errors import (
     InvalidArgumentError,
     PermissionDeniedError,

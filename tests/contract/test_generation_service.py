@@ -12,8 +12,8 @@ import pytest
 
 from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2_grpc
-from py_scheduler.adapters._http import RetrySettings
-from py_scheduler.adapters.sglang import SglangEngine, SglangSettings
+from py_scheduler.adapters.http_client import RetrySettings
+from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
 from py_scheduler.api.server import GENERATION_SERVICE, ApiServer
 from py_scheduler.client import BlockingGenerationClient, GenerationClient, SchedulerClient
 from py_scheduler.config import ServerSettings

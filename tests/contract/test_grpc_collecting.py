@@ -15,7 +15,7 @@ from py_scheduler.client._backoff import Backoff
 from py_scheduler.domain.collecting import CollectReply, CollectRequest, TaskResult, UnfinishedTask
 from py_scheduler.domain.requests import Delivery, SubmissionSelector
 from py_scheduler.domain.results import TaskState
-from py_scheduler.domain.runners import RunnerState, RunnerView
+from py_scheduler.domain.runners.runner import RunnerState, RunnerView
 from py_scheduler.errors import InvalidArgumentError, ServerError
 from tests.contract.conftest import Served, serve
 from tests.support.fake_engine import FakeEngine, FakeResults

@@ -14,9 +14,9 @@ from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 a
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc, task_pb2
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
 from py_scheduler.domain.events import TaskDone
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import Outcome, SampleDone, TaskState
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
+from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from tests.contract.conftest import whole_server
 from tests.support.grpc_calls import failure_of, violations_of

@@ -10,9 +10,9 @@ import pytest
 from py_scheduler.app import Parts, build, running
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
 from py_scheduler.config import parse_config
-from py_scheduler.domain.steps import StepReport
+from py_scheduler.domain.training.steps import StepReport
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from py_scheduler.rollout.store import RolloutStore
+from py_scheduler.rollout.files.store import RolloutStore
 from tests.contract.conftest import serve
 from tests.support.fake_engine import FakeEngine
 from tests.support.rows import write_lines
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from py_scheduler.domain.training_samples import TrainingSample
+    from py_scheduler.domain.training.samples import TrainingSample
 
 CONFIG = """
 [server]

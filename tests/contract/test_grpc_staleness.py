@@ -21,8 +21,8 @@ from py_scheduler.domain.generation import SamplingParams
 from py_scheduler.domain.requests import EventKind
 from py_scheduler.domain.results import AgentResult, Reward, SampleDone
 from py_scheduler.errors import InvalidArgumentError
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 from py_scheduler.scheduler.settings import EngineSettings
-from py_scheduler.scheduler.staleness import StalenessSettings
 from tests.support.controlled_model import ControlledModel
 from tests.support.handlers import spec_of
 from tests.support.harness import running_engine, task_of

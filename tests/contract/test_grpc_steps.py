@@ -22,7 +22,7 @@ from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
 from py_scheduler.config import ServerSettings, parse_config
 from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.requests import SubmissionSelector, WatchedFrame
-from py_scheduler.domain.steps import StepKind, StepReport, StepRequest
+from py_scheduler.domain.training.steps import StepKind, StepReport, StepRequest
 from py_scheduler.errors import (
     AlreadyExistsError,
     CursorExpiredError,

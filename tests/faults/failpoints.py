@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.adapters._journal_store import JournalStore
+from py_scheduler.adapters.sqlite_journal.store import JournalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,19 +37,19 @@ VARIABLE = "FAILPOINTS"
 EXIT_STATUS = 70
 
 METHODS = {
-    "restart": "py_scheduler.scheduler.event_log:EventLog.start",
+    "restart": "py_scheduler.scheduler.log.event_log:EventLog.start",
     "submit": "py_scheduler.scheduler.intake:Intake.plan",
     "begin": "py_scheduler.scheduler.supervisor:Supervisor.begin",
     "launch": "py_scheduler.scheduler.supervisor:Supervisor.launch",
-    "grant": "py_scheduler.scheduler.lease_desk:LeaseDesk._grant",
-    "commit": "py_scheduler.adapters._journal_store:JournalStore.put_frame",
-    "mark": "py_scheduler.adapters._journal_files:HighWater.write",
-    "ack": "py_scheduler.adapters._journal_writer:JournalWriter._report",
-    "publish": "py_scheduler.scheduler.event_log:EventLog._on_commit",
-    "snapshot": "py_scheduler.adapters._journal_store:JournalStore.put_snapshots",
-    "checkpoint": "py_scheduler.adapters._journal_store:JournalStore.set_checkpoint",
-    "discard": "py_scheduler.adapters._journal_store:JournalStore.discard_frames",
-    "wal": "py_scheduler.adapters._journal_store:JournalStore.move_wal",
+    "grant": "py_scheduler.scheduler.leases.manager:LeaseDesk._grant",
+    "commit": "py_scheduler.adapters.sqlite_journal.store:JournalStore.put_frame",
+    "mark": "py_scheduler.adapters.sqlite_journal.files:HighWater.write",
+    "ack": "py_scheduler.adapters.sqlite_journal.writer:JournalWriter._report",
+    "publish": "py_scheduler.scheduler.log.event_log:EventLog._on_commit",
+    "snapshot": "py_scheduler.adapters.sqlite_journal.store:JournalStore.put_snapshots",
+    "checkpoint": "py_scheduler.adapters.sqlite_journal.store:JournalStore.set_checkpoint",
+    "discard": "py_scheduler.adapters.sqlite_journal.store:JournalStore.discard_frames",
+    "wal": "py_scheduler.adapters.sqlite_journal.store:JournalStore.move_wal",
 }
 """What is wrapped: `before_X` and `after_X` are the points. A name that is no longer there is an error at the start."""
 

@@ -22,7 +22,7 @@ from py_scheduler.domain.events import (
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import AlreadyExistsError
-from py_scheduler.scheduler.commands import (
+from py_scheduler.scheduler.ledger.commands import (
     AcceptTasks,
     EndAttempt,
     InterruptAttempt,
@@ -31,11 +31,11 @@ from py_scheduler.scheduler.commands import (
     StartAttempt,
     StopTasks,
 )
-from py_scheduler.scheduler.ledger import Ledger
-from py_scheduler.scheduler.snapshots import snapshot_of, submission_of
+from py_scheduler.scheduler.ledger.ledger import Ledger
+from py_scheduler.scheduler.ledger.snapshots import snapshot_of, submission_of
 
 if TYPE_CHECKING:
-    from py_scheduler.scheduler.commands import Command
+    from py_scheduler.scheduler.ledger.commands import Command
 
 GROUPED = frozenset({"group"})
 ENDS = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters._journal_store import connect
+from py_scheduler.adapters.sqlite_journal.store import connect
 from py_scheduler.client import PlacementClient, SchedulerClient
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.leases import LeaseState

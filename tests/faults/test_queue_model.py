@@ -13,13 +13,13 @@ from py_scheduler.domain.leases import PlacementDemand
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, sort_batch_id
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyClaim, ReadyQueue
+from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyClaim, ReadyQueue
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
 
 if TYPE_CHECKING:
     from py_scheduler.domain.task import BatchId
-    from py_scheduler.scheduler.flows import ReadyEntry
+    from py_scheduler.scheduler.queue.flows import ReadyEntry
 
 MAX_BYPASS = 2
 SPECS = {name: spec_of(SolvingAgent(), name) for name in ("small", "large")}

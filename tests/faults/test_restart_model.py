@@ -19,9 +19,7 @@ from py_scheduler.domain.evaluator import STUDENT, TEACHER
 from py_scheduler.domain.events import EVERY_NAMESPACE, AttemptRef, StopCause
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
-from py_scheduler.scheduler import checkpoints as checkpoints_module
-from py_scheduler.scheduler.checkpoints import Checkpoints
-from py_scheduler.scheduler.commands import (
+from py_scheduler.scheduler.ledger.commands import (
     AcceptTasks,
     AcknowledgeResults,
     ChangeWeights,
@@ -35,19 +33,21 @@ from py_scheduler.scheduler.commands import (
     StartAttempt,
     StopTasks,
 )
-from py_scheduler.scheduler.event_log import EventLog
-from py_scheduler.scheduler.ledger import Ledger
-from py_scheduler.scheduler.recorder import Recorder
+from py_scheduler.scheduler.ledger.ledger import Ledger
+from py_scheduler.scheduler.ledger.snapshots import service_snapshot, snapshot_of, submission_of
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings
+from py_scheduler.scheduler.log import checkpoints as checkpoints_module
+from py_scheduler.scheduler.log.checkpoints import Checkpoints
+from py_scheduler.scheduler.log.event_log import EventLog
+from py_scheduler.scheduler.log.recorder import Recorder
 from py_scheduler.scheduler.restore import complete_from, fold
-from py_scheduler.scheduler.snapshots import service_snapshot, snapshot_of, submission_of
-from py_scheduler.scheduler.staleness import StalenessSettings
 from tests.support.journal_store import Store
 from tests.support.journals import trajectory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from py_scheduler.scheduler.records import SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
 
 LIMITS = {"a": StalenessSettings(max_staleness=0, step_size=2)}
 NAMESPACES = ("a", "b")

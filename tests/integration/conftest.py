@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters.sandbox import ProcessSandbox
+from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox
 from tests.support.sandboxes import SETTINGS, python_in, sandbox_without_namespaces
 
 if TYPE_CHECKING:

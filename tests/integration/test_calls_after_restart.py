@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters._journal_retention import JournalLimits
-from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.retention import JournalLimits
 from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import TrainingResumed
 from py_scheduler.domain.generation import PauseMode, WeightUpdate

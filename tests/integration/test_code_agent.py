@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings
+from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox, SandboxSettings
 from py_scheduler.app import build_specs
 from py_scheduler.config import load_config
 from py_scheduler.domain.generation import FinishReason, StoppingCriteria
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.requests import AbortRequest, SubmitRequest
 from py_scheduler.domain.results import Outcome
 from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
+from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import ConfigError
 from py_scheduler.integrations.code_agent import Action, CodeAgent, parse_action, read_problem
 from tests.support.handlers import spec_of
@@ -30,8 +30,8 @@ from tests.support.scripted_model import CLOSE, OPEN, ScriptedModel, read_text
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from py_scheduler.domain.episodes.sandbox import SandboxResult
     from py_scheduler.domain.results import SampleDone
-    from py_scheduler.domain.sandbox import SandboxResult
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/code_agent"

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from py_scheduler.adapters.llama_cpp import LlamaCppEngine, LlamaCppSettings, completion_body
-from py_scheduler.adapters.model_store import SMOLLM2, fetch_smollm2
+from py_scheduler.adapters.llama_cpp.engine import LlamaCppEngine, LlamaCppSettings, completion_body
+from py_scheduler.adapters.llama_cpp.model_store import SMOLLM2, fetch_smollm2
 from py_scheduler.domain.generation import (
     ChatMessage,
     FinishReason,
@@ -297,7 +297,7 @@ async def test_unstarted_it_says_so(gguf_path: Path) -> None:
 async def test_its_death_is_told_with_the_tokens_so_far_and_the_next_request_finds_it_alive_again(
     gguf_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("py_scheduler.adapters.llama_cpp.RESTART_SECONDS", 0.0)
+    monkeypatch.setattr("py_scheduler.adapters.llama_cpp.engine.RESTART_SECONDS", 0.0)
     settings = LlamaCppSettings(slots=SLOTS, context_length=1024)
     engine = LlamaCppEngine(gguf_path, settings=settings)
     await engine.start()

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from py_scheduler.adapters.llama_cpp import LlamaCppEngine, LlamaCppSettings
-from py_scheduler.adapters.model_store import fetch_smollm2
+from py_scheduler.adapters.llama_cpp.engine import LlamaCppEngine, LlamaCppSettings
+from py_scheduler.adapters.llama_cpp.model_store import fetch_smollm2
 from py_scheduler.adapters.with_examples import WithExamplesEngine, WorkedExample
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.generation import ChatMessage, Generation, GenerationRequest, SamplingParams
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import AgentResult, Reward
+from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import ContextOverflowError
 from tests.support.handlers import spec_of
 from tests.support.harness import running_engine, task_of

@@ -10,10 +10,10 @@ import pytest
 
 from py_scheduler.domain.evaluator import STUDENT, TEACHER, BaseAgent
 from py_scheduler.domain.generation import ChatMessage, FinishReason, Generation, LogProbKind, ModelInfo
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
+from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.fake_clock import FakeClock, settle

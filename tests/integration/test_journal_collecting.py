@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import apsw
 import pytest
 
-from py_scheduler.adapters._journal_retention import JournalLimits
-from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.retention import JournalLimits
 from py_scheduler.app.journal import compact, examine, export, recover
 from py_scheduler.config import Config
 from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.requests import EventFilter
 from py_scheduler.domain.results import AgentResult
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 from py_scheduler.scheduler.settings import EngineSettings
-from py_scheduler.scheduler.staleness import StalenessSettings
 from tests.support.app_handlers import Delivering
 from tests.support.collecting import collect, schedule, view
 from tests.support.controlled_model import ControlledModel

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from py_scheduler.adapters._journal_frames import draft_of
-from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.frames import draft_of
+from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.domain.evaluator import BaseAgent, Episode
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.results import AgentResult, Reward
@@ -123,7 +123,7 @@ async def test_a_journal_that_fails_by_itself_refuses_everything_and_lets_nobody
         def fails(*_: object) -> None:
             raise KeyError("of its own")
 
-        monkeypatch.setattr("py_scheduler.adapters._journal_writer.framed", fails)
+        monkeypatch.setattr("py_scheduler.adapters.sqlite_journal.writer.framed", fails)
         for batch_id in ("under way", "later"):
             with pytest.raises(ResourceExhaustedError, match=r"KeyError.*of its own.*restart the server") as refused:
                 await harness.submit([task_of()], batch_id=batch_id)

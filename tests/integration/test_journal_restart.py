@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters._journal_retention import JournalLimits
-from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.retention import JournalLimits
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.events import AttemptEnded, TaskDone, TasksAccepted
 from py_scheduler.domain.requests import EventFilter

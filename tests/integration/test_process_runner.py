@@ -14,11 +14,11 @@ from py_scheduler.api.generation_http import GenerationHttp
 from py_scheduler.config import GatewaySettings
 from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.generation import OnWeightUpdate, PauseMode, SamplingParams, StoppingCriteria, WeightUpdate
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import Outcome, TaskState
 from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler.domain.training.iteration import IterationContext
 from tests.support.child_handlers import OddAgent
 from tests.support.children import Pipe, children, is_there, runner_settings
 from tests.support.controlled_model import ControlledModel

@@ -18,7 +18,7 @@ from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import AttemptState, Outcome, TaskState
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import RunnerStartError
-from py_scheduler.execution import child_runner
+from py_scheduler.execution.children import runners as child_runner
 from py_scheduler.placement import PlacementPool
 from tests.support.children import Children, Pipe, children, is_there, quick, runner_settings
 from tests.support.controlled_model import ControlledModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters.sqlite_journal import SqliteJournal
+from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.requests import EventFilter
 from py_scheduler.domain.results import AttemptState, TaskState

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings
+from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox, SandboxSettings
 from py_scheduler.app import make_sandbox
-from py_scheduler.domain.sandbox import PYTHON
+from py_scheduler.domain.episodes.sandbox import PYTHON
 from py_scheduler.errors import ConfigError, SandboxError
 from tests.support.sandboxes import SETTINGS, needs_sandbox, python_in
 
@@ -336,7 +336,7 @@ def test_a_server_does_not_start_without_the_sandbox_that_it_is_told_to_have(
 
 NO_NAMESPACES_LEFT = """
 import sys
-from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings
+from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox, SandboxSettings
 from py_scheduler.errors import SandboxError
 for settings in (SandboxSettings(), SandboxSettings(network='allow')):
     try:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters import _sandbox_child
-from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings
+from py_scheduler.adapters.sandbox import child as sandbox_child
+from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox, SandboxSettings
 from py_scheduler.app import make_sandbox
 from py_scheduler.errors import ConfigError, SandboxError
 from tests.support.sandboxes import needs_sandbox, python_in
@@ -52,7 +52,7 @@ async def test_an_init_that_ends_is_a_result_of_the_code(run: Run, tmp_path: Pat
     fifo.chmod(0o666)
     task = asyncio.create_task(run("open('begun', 'w').close()\nimport time\ntime.sleep(1000)"))
     await asyncio.wait_for(asyncio.to_thread(fifo.read_bytes), 20)
-    (supervisor,) = [child for child in children(os.getpid()) if b"_sandbox_child" in command_line(child)]
+    (supervisor,) = [child for child in children(os.getpid()) if b"sandbox.child" in command_line(child)]
     (init,) = children(supervisor)
     os.kill(init, 9)
     result = await task
@@ -70,8 +70,8 @@ def command_line(process: int) -> bytes:
 
 def test_without_namespaces_a_long_line_of_processes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than calls can nest."""
-    monkeypatch.setattr(_sandbox_child, "_children", lambda parent: [parent + 1] if parent < 3_000 else [])
-    assert _sandbox_child._descendants(0) == list(range(1, 3_001))
+    monkeypatch.setattr(sandbox_child, "_children", lambda parent: [parent + 1] if parent < 3_000 else [])
+    assert sandbox_child._descendants(0) == list(range(1, 3_001))
 
 
 async def test_without_namespaces_a_folder_that_the_code_has_closed_is_no_fault(without_namespaces: Run) -> None:

@@ -87,7 +87,7 @@ async def test_a_cancel_before_it_has_begun(run: Run, tmp_path: Path) -> None:
 SERVER = """
 import asyncio, sys
 from pathlib import Path
-from py_scheduler.adapters.sandbox import ProcessSandbox
+from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox
 code = sys.stdin.read()
 asyncio.run(ProcessSandbox().run(('python', '-c', code), workdir=Path(sys.argv[1]), timeout_seconds=600))
 """

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters._http import RetrySettings
-from py_scheduler.adapters.sglang import SglangEngine, SglangSettings
+from py_scheduler.adapters.http_client import RetrySettings
+from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.generation import SamplingParams
 from py_scheduler.domain.requests import AbortRequest

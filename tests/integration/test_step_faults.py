@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
-from py_scheduler.domain.steps import StepKind, StepReport, StepRequest
+from py_scheduler.domain.training.steps import StepKind, StepReport, StepRequest
 from py_scheduler.errors import InvalidArgumentError, ResourceExhaustedError
 from py_scheduler.interfaces import training_loop
-from py_scheduler.interfaces.step_desk import StepDesk
-from py_scheduler.rollout.loop_state import read_loop_state, write_loop_state
+from py_scheduler.interfaces.step_service import StepDesk
+from py_scheduler.rollout.files.loop_state import read_loop_state, write_loop_state
+from py_scheduler.rollout.files.store import read_samples
 from py_scheduler.rollout.settings import RolloutSettings
-from py_scheduler.rollout.store import read_samples
 from tests.support.step_handlers import Rated
 from tests.support.task_schedulers import prompts, rows, scheduler_of
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import Episode
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.domain.task import Task
-    from py_scheduler.rollout.loop_state import LoopState
+    from py_scheduler.rollout.files.loop_state import LoopState
 
 
 class Odd(Rated):

@@ -12,8 +12,8 @@ from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.execution.attempt import AttemptReport
 from py_scheduler.execution.play import absorb_cancellation
 from py_scheduler.execution.runner import InlineRunner, stopped_report
-from py_scheduler.scheduler.commands import EndAttempt
-from py_scheduler.scheduler.dynamic_timeout import DynamicTimeoutSettings
+from py_scheduler.scheduler.ledger.commands import EndAttempt
+from py_scheduler.scheduler.ledger.dynamic_timeout import DynamicTimeoutSettings
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.collecting import collect, schedule
 from tests.support.fake_clock import FakeClock, settle

@@ -11,11 +11,11 @@ import pytest
 
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.domain.evaluator import BaseAgent
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.requests import SubmissionSelector
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AgentResult, Outcome, Reward, TaskState
 from py_scheduler.domain.task import Batch
+from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import AlreadyExistsError, UnplaceableError
 from py_scheduler.interfaces.task_run import WINDOW_SAMPLES
 from py_scheduler.interfaces.task_scheduler import TaskScheduler

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from py_scheduler.interfaces.trinity import Experience, RunnerWrapper, Scheduler, local_engine
-from py_scheduler.interfaces.trinity.workflow_runner import Status
+from py_scheduler.interfaces.trinity.runners.workflow_runner import Status
 from tests.support.fake_clock import FakeClock
 from tests.support.mortal_runners import MortalRunner, MortalScheduler
 from tests.support.trinity_workflows import Gate, ToldSync, read, started, told

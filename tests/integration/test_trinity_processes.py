@@ -25,7 +25,7 @@ from py_scheduler.interfaces.trinity import (
     TaskWrapper,
     Workflow,
 )
-from py_scheduler.interfaces.trinity.process_runner import ProcessRunner
+from py_scheduler.interfaces.trinity.runners.process import ProcessRunner
 from tests.support.process_workflows import FailingModels, InLoop, InThread, Model, pids_in, told
 from tests.support.trinity_workflows import new_config, read
 from tests.support.waiting import eventually

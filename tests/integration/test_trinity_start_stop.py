@@ -11,7 +11,7 @@ from py_scheduler.errors import (
     RunnerStartError,
 )
 from py_scheduler.interfaces.trinity import Scheduler
-from py_scheduler.scheduler.admission import Admission
+from py_scheduler.scheduler.queue.admission import Admission
 from tests.support.fake_clock import settle
 from tests.support.mortal_runners import MortalRunner, MortalScheduler
 from tests.support.trinity_workflows import Gate, new_config, started, told

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters.sandbox import ProcessSandbox
+from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox
 from py_scheduler.cli import main
 from py_scheduler.errors import SandboxError
 from tests.support.scripted_sglang import ScriptedSglang

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters import _ray_actor
-from py_scheduler.adapters.ray_runner import RayHost
+from py_scheduler.adapters.children import ray_actor
+from py_scheduler.adapters.children.ray_host import RayHost
 from py_scheduler.app.runners import NodesOfRay
 from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import AttemptEnded
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import AttemptState, Outcome, TaskState
-from py_scheduler.domain.runner_frames import Hello, Pong, encode
-from py_scheduler.domain.runners import RaySettings
+from py_scheduler.domain.runners.frames import Hello, Pong, encode
+from py_scheduler.domain.runners.runner import RaySettings
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.placement import PlacementPool
 from tests.support.children import Children, Pipe, children, is_there, quick, runner_settings
@@ -140,7 +140,7 @@ async def test_an_actor_that_reports_after_its_attempt_was_given_up_changes_noth
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It stood still, could not be killed, and wakes up while attempt 2 is played by another."""
-    monkeypatch.setattr(_ray_actor, "END_SECONDS", 0.1)
+    monkeypatch.setattr(ray_actor, "END_SECONDS", 0.1)
     pipe, clock = Pipe(tmp_path / "pipe"), FakeClock()
     leaves = [tmp_path / "first", tmp_path / "second"]
     at_once = quick(retry_backoff_seconds=0.0)

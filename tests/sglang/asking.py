@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from examples.sglang.serve_cpu import environment
-from py_scheduler.adapters._http import RetrySettings
-from py_scheduler.adapters.sglang import SglangEngine, SglangSettings
+from py_scheduler.adapters.http_client import RetrySettings
+from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
 from py_scheduler.domain.generation import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:

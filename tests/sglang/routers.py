@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from examples.sglang.serve_cpu import HOST, environment, free_port
-from py_scheduler.adapters.sglang import SglangEngine
+from py_scheduler.adapters.sglang.engine import SglangEngine
 from tests.sglang.asking import ANSWER_SECONDS, SETTINGS
 from tests.sglang.conftest import PYTHON
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters._http import RetrySettings, error_message
-from py_scheduler.adapters._sglang_requests import refusal
+from py_scheduler.adapters.http_client import RetrySettings, error_message
+from py_scheduler.adapters.sglang.requests import refusal
 from py_scheduler.domain.generation import FinishReason, Generation, WeightSpan, WeightUpdate
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError, EngineUnavailableError
 from tests.sglang.asking import (

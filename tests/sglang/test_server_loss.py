@@ -24,7 +24,7 @@ from tests.sglang.training import training
 
 if TYPE_CHECKING:
     from examples.sglang.serve_cpu import CpuServer
-    from py_scheduler.adapters.sglang_fleet import SglangFleet
+    from py_scheduler.adapters.sglang.fleet import SglangFleet
     from tests.sglang.asking import Reference
 
 LONG = 300

@@ -19,7 +19,7 @@ from tests.support.harness import running_engine, task_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from py_scheduler.domain.api_access import ApiFront
+    from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import BaseAgent
     from py_scheduler.domain.ports import GenerationEngine
     from py_scheduler.domain.task import Task

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.adapters import _frames
+from py_scheduler.adapters.children import frames as _frames
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.generation import ChatMessage
 from py_scheduler.domain.results import AgentResult, Reward

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from py_scheduler.adapters.children.process_host import ProcessHost, import_path
 from py_scheduler.adapters.loop_clock import LoopClock
-from py_scheduler.adapters.process_runner import ProcessHost, import_path
-from py_scheduler.domain.runners import ANYWHERE, DEFAULT_ENVIRONMENT, HandlerPlan, RunnerSettings
-from py_scheduler.execution.child_runner import ChildRunners
+from py_scheduler.domain.runners.runner import ANYWHERE, DEFAULT_ENVIRONMENT, HandlerPlan, RunnerSettings
+from py_scheduler.execution.children.runners import ChildRunners
 from py_scheduler.handlers import handler_elsewhere
 from py_scheduler.rollout.environment import variables
 from py_scheduler.scheduler.settings import EngineSettings
@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from py_scheduler.domain.runners import ChildHost, RunnerKey
+    from py_scheduler.domain.runners.runner import ChildHost, RunnerKey
 
 AGENT = "tests.support.child_handlers:OddAgent"
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.domain.runner_frames import Cancel, Leave, MakeHandler, Ping, Pong, Ready, Unfit, encode
-from py_scheduler.domain.runner_frames import read_server_frame as read
-from py_scheduler.domain.runners import HandlerPlan, RunnerKey, RunnerSettings
-from py_scheduler.execution.child_runner import ChildRunners
+from py_scheduler.domain.runners.frames import Cancel, Leave, MakeHandler, Ping, Pong, Ready, Unfit, encode
+from py_scheduler.domain.runners.frames import read_server_frame as read
+from py_scheduler.domain.runners.runner import HandlerPlan, RunnerKey, RunnerSettings
+from py_scheduler.execution.children.runners import ChildRunners
 from tests.support.fake_clock import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from py_scheduler.domain.runner_frames import ChildFrame, ServerFrame
+    from py_scheduler.domain.runners.frames import ChildFrame, ServerFrame
 
 MOODS = (
     "",

@@ -29,16 +29,16 @@ from py_scheduler.domain.requests import (
 )
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
 from py_scheduler.errors import CursorExpiredError, NotFoundError
-from py_scheduler.scheduler.bell import Bell
-from py_scheduler.scheduler.event_log import KIND_OF_EVENT
+from py_scheduler.scheduler.log.event_log import KIND_OF_EVENT
+from py_scheduler.scheduler.notifier import Bell
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from py_scheduler.api.engine_port import GenerationPort, PlacementPort
+    from py_scheduler.api.servicers.engine_port import GenerationPort, PlacementPort
     from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.explanations import TaskExplanation
-    from py_scheduler.domain.runners import RunnerView
+    from py_scheduler.domain.runners.runner import RunnerView
 
 
 class FakeResults:
@@ -73,7 +73,7 @@ class FakeResults:
 
 
 class FakeEngine:
-    """Implements `api.engine_port.EnginePort`. `fail_with` is raised by the next calls until it is None again.
+    """Implements `api.servicers.engine_port.EnginePort`. `fail_with` is raised by the next calls until it is None again.
 
     finish_at_once: a submitted task is done before its submit returns.
     """

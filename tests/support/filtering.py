@@ -9,7 +9,7 @@ from py_scheduler.rollout.filters import GroupFilter
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from py_scheduler.domain.steps import FilterReport
+    from py_scheduler.domain.training.steps import FilterReport
     from py_scheduler.rollout.filters import FilterSettings
     from py_scheduler.rollout.groups import Group
 

@@ -6,10 +6,10 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.adapters._fleet_settings import FleetSettings
-from py_scheduler.adapters._http import RetrySettings
-from py_scheduler.adapters.sglang import SglangSettings
-from py_scheduler.adapters.sglang_fleet import SglangFleet
+from py_scheduler.adapters.http_client import RetrySettings
+from py_scheduler.adapters.sglang.engine import SglangSettings
+from py_scheduler.adapters.sglang.fleet import SglangFleet
+from py_scheduler.adapters.sglang.settings import FleetSettings
 from py_scheduler.domain.generation import Generation, GenerationRequest, SamplingParams
 from tests.support.fake_clock import FakeClock
 from tests.support.scripted_sglang import Script, ScriptedSglang

@@ -12,7 +12,7 @@ from py_scheduler.domain.generation import (
     SamplingParams,
     WeightUpdate,
 )
-from py_scheduler.execution.generation_gateway import GenerationGateway
+from py_scheduler.execution.generation.gateway import GenerationGateway
 from tests.support.controlled_model import ControlledModel
 from tests.support.fake_clock import settle
 

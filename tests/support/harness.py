@@ -19,12 +19,12 @@ from py_scheduler.scheduler.settings import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
-    from py_scheduler.domain.api_access import ApiFront
+    from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
     from py_scheduler.domain.quotas import NamespaceSettings
     from py_scheduler.domain.results import SampleDone
+    from py_scheduler.domain.training.iteration import IterationContext
     from py_scheduler.execution.runner import Runners
     from py_scheduler.placement import PlacementPool
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.episodes.trajectory import ENVIRONMENT, Trajectory, Turn
 from py_scheduler.domain.events import TaskDone
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import Outcome, Reward, SampleDone, TaskState, Timings
 from py_scheduler.domain.task import Task, TaskConfig
-from py_scheduler.domain.trajectory import ENVIRONMENT, Trajectory, Turn
-from py_scheduler.rollout.details import DetailsWriter
+from py_scheduler.domain.training.iteration import IterationContext
+from py_scheduler.rollout.files.details import DetailsWriter
 from py_scheduler.rollout.groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from py_scheduler.domain.steps import FilterReport
+    from py_scheduler.domain.training.steps import FilterReport
     from py_scheduler.rollout.iteration_summary import IterationSummary, Kind
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from py_scheduler.adapters._journal_frames import Frame, bare_records_of, draft_of, framed, records_of
 from py_scheduler.adapters.memory_journal import MemoryJournal
+from py_scheduler.adapters.sqlite_journal.frames import Frame, bare_records_of, draft_of, framed, records_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

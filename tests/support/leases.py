@@ -26,7 +26,7 @@ from tests.support.harness import running_engine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from py_scheduler.scheduler.lease_desk import LeaseDesk
+    from py_scheduler.scheduler.leases.manager import LeaseDesk
 
 GPU = Resource(gpu=1)
 TTL = 30.0

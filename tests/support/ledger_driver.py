@@ -5,8 +5,8 @@ from __future__ import annotations
 from py_scheduler.domain.events import AttemptRef, StopCause, TaskDone
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
-from py_scheduler.scheduler.commands import AcceptTasks, Command, EndAttempt, ScoreGroup, StartAttempt, StopTasks
-from py_scheduler.scheduler.ledger import Ledger
+from py_scheduler.scheduler.ledger.commands import AcceptTasks, Command, EndAttempt, ScoreGroup, StartAttempt, StopTasks
+from py_scheduler.scheduler.ledger.ledger import Ledger
 
 KEY = SubmissionKey(7)
 

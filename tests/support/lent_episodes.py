@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.adapters._http import RetrySettings
+from py_scheduler.adapters.http_client import RetrySettings
 from py_scheduler.adapters.loop_clock import LoopClock
-from py_scheduler.adapters.sglang import SglangEngine, SglangSettings
+from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
 from py_scheduler.api.generation_http import GenerationHttp
 from py_scheduler.config import GatewaySettings
 from py_scheduler.domain.requests import AbortRequest

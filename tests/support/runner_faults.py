@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.domain.runners import RunnerState
+from py_scheduler.domain.runners.runner import RunnerState
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
 from tests.support.children import Pipe
 from tests.support.waiting import eventually

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters.sandbox import ProcessSandbox, SandboxSettings, _Walls
-from py_scheduler.domain.sandbox import PYTHON, SandboxResult
+from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox, SandboxSettings, _Walls
+from py_scheduler.domain.episodes.sandbox import PYTHON, SandboxResult
 from py_scheduler.errors import SandboxError
 
 if TYPE_CHECKING:

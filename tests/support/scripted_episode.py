@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from py_scheduler.domain.iteration import IterationContext
     from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.training.iteration import IterationContext
 
 
 class ScriptedEpisode:

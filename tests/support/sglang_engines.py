@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from py_scheduler.adapters._http import RetrySettings
-from py_scheduler.adapters.sglang import SglangEngine, SglangSettings
+from py_scheduler.adapters.http_client import RetrySettings
+from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
 from py_scheduler.domain.generation import GenerationRequest, SamplingParams
 from tests.support.scripted_sglang import ScriptedSglang
 

@@ -9,7 +9,7 @@ import msgspec
 
 from py_scheduler.client import SchedulerClient
 from py_scheduler.domain.requests import WatchedFrame
-from py_scheduler.domain.steps import StepKind, StepRequest
+from py_scheduler.domain.training.steps import StepKind, StepRequest
 
 
 async def main(address: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from py_scheduler.domain.collecting import CollectReply, TaskResult, UnfinishedTask
+from py_scheduler.domain.episodes.trajectory import Trajectory, Turn
 from py_scheduler.domain.events import (
     AbortRequested,
     AttemptEnded,
@@ -20,12 +21,11 @@ from py_scheduler.domain.events import (
     WeightsChanged,
 )
 from py_scheduler.domain.generation import FinishReason, LogProbKind, SamplingParams, StoppingCriteria, WeightSpan
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.limits import MAX_DEADLINE_SECONDS, MAX_REPEAT_TIMES, MAX_RETRIES
 from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, Reward, SampleDone, TaskState, Timings
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
-from py_scheduler.domain.training_samples import SampleStatus, TrainingSample
-from py_scheduler.domain.trajectory import Trajectory, Turn
+from py_scheduler.domain.training.iteration import IterationContext
+from py_scheduler.domain.training.samples import SampleStatus, TrainingSample
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from py_scheduler.domain.evaluator import STUDENT, BaseAgent
 from py_scheduler.domain.generation import SamplingParams, WeightUpdate
 from py_scheduler.domain.results import AgentResult, Reward
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 from py_scheduler.scheduler.settings import EngineSettings
-from py_scheduler.scheduler.staleness import StalenessSettings
 from tests.support.controlled_model import ControlledModel
 from tests.support.fake_clock import settle
 from tests.support.handlers import spec_of

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from py_scheduler.domain.events import AttemptStarted, EventRecord
-from py_scheduler.scheduler import acknowledgements
-from py_scheduler.scheduler.acknowledgements import Acknowledgements
+from py_scheduler.scheduler.log import acknowledgements
+from py_scheduler.scheduler.log.acknowledgements import Acknowledgements
 
 TEAMS = ("a", "b")
 EVENTS = st.tuples(st.just("event"), st.sampled_from(TEAMS), st.integers(0, 2), st.integers(1, 400_000))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from py_scheduler.domain.backoff import backoff_seconds
+from py_scheduler.domain.values.backoff import backoff_seconds
 
 
 @pytest.mark.parametrize(("failures", "whole"), [(1, 0.5), (2, 1.0), (3, 2.0), (5, 8.0), (6, 10.0), (10**6, 10.0)])

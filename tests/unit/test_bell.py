@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from py_scheduler.scheduler.bell import Bell, rings_within
+from py_scheduler.scheduler.notifier import Bell, rings_within
 
 
 async def test_a_ring_wakes_all_who_wait_and_nobody_who_comes_later() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from py_scheduler.domain.cascade import dataset_config, resolve_sampling, resolve_stopping
+from py_scheduler.domain.episodes.cascade import dataset_config, resolve_sampling, resolve_stopping
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.errors import InvalidArgumentError
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from py_scheduler.domain.evaluator import BaseAgent
-from py_scheduler.domain.metrics import plain_metrics
 from py_scheduler.domain.results import AgentResult
+from py_scheduler.domain.values.metrics import plain_metrics
 from py_scheduler.execution.play import checked_result
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import SubmissionKey
-from py_scheduler.scheduler.checkpoints import Checkpoints
-from py_scheduler.scheduler.commands import AcceptTasks
-from py_scheduler.scheduler.event_log import EventLog
-from py_scheduler.scheduler.ledger import Ledger
-from py_scheduler.scheduler.recorder import Recorder
+from py_scheduler.scheduler.ledger.commands import AcceptTasks
+from py_scheduler.scheduler.ledger.ledger import Ledger
+from py_scheduler.scheduler.log.checkpoints import Checkpoints
+from py_scheduler.scheduler.log.event_log import EventLog
+from py_scheduler.scheduler.log.recorder import Recorder
 from py_scheduler.scheduler.restore import fold
 from tests.support.journal_store import Store
 from tests.support.ledger_driver import end, start, task

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from py_scheduler.domain.runners import RunnerState
-from py_scheduler.execution.child_seat import EmptySeat
+from py_scheduler.domain.runners.runner import RunnerState
+from py_scheduler.execution.children.handle import EmptySeat
 from py_scheduler.execution.runner import SeatGoneError
 from tests.support.fake_children import MOODS, FakeToken, Rig
 from tests.support.fake_clock import settle

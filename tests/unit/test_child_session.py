@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import pytest
 
-from py_scheduler.domain.plain import details_json
 from py_scheduler.domain.results import Outcome, Reward
-from py_scheduler.domain.runner_frames import (
+from py_scheduler.domain.runners.frames import (
     PROTOCOL,
     Ask,
     Cancel,
@@ -25,9 +24,10 @@ from py_scheduler.domain.runner_frames import (
     RewardSaid,
     raw,
 )
-from py_scheduler.domain.runners import HandlerPlan
+from py_scheduler.domain.runners.runner import HandlerPlan
+from py_scheduler.domain.values.plain import details_json
 from py_scheduler.errors import RunnerLostError, RunnerStartError
-from py_scheduler.execution.child_session import ChildSession
+from py_scheduler.execution.children.session import ChildSession
 from tests.support.fake_children import FakeChild
 from tests.support.fake_clock import settle
 from tests.support.harness import task_of

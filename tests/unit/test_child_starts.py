@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from py_scheduler.domain.runners import RunnerState
+from py_scheduler.domain.runners.runner import RunnerState
 from py_scheduler.errors import RunnerStartError
-from py_scheduler.execution.child_seat import EmptySeat
+from py_scheduler.execution.children.handle import EmptySeat
 from tests.support.fake_children import MOODS, FakeToken, Rig
 from tests.support.fake_clock import settle
 

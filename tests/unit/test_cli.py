@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from py_scheduler.api.bearer_tokens import BearerTokens
+from py_scheduler.api.security.bearer_tokens import BearerTokens
 from py_scheduler.cli import main, parsers
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
 from py_scheduler.commands.token import new_token

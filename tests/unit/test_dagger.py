@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.plot_dagger_schedules import draw, main
-from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.rollout.dagger import DAggerSchedule, Decay
 

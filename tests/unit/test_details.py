@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import Outcome, Reward, Timings
-from py_scheduler.domain.steps import FilterReport
+from py_scheduler.domain.training.iteration import IterationContext
+from py_scheduler.domain.training.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError
-from py_scheduler.rollout.details import SLOWEST, DetailsWriter
+from py_scheduler.rollout.files.details import SLOWEST, DetailsWriter
 from py_scheduler.rollout.iteration_summary import IterationSummary, read_summary, summary_paths
 from tests.support.samples import SOLVED, WRONG, done_sample, group_with, trajectory_of
 

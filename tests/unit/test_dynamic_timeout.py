@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from py_scheduler.scheduler.dynamic_timeout import DynamicTimeoutSettings, TrainingHistory, dynamic_timeout
+from py_scheduler.scheduler.ledger.dynamic_timeout import DynamicTimeoutSettings, TrainingHistory, dynamic_timeout
 
 ON = DynamicTimeoutSettings(ratio=3.0, warmup_min_steps=1)
 SOME = TrainingHistory(finished_subtasks=4, running_seconds=8.0, completed_steps=1)

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from py_scheduler.domain.iteration import IterationContext
+from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.rollout.environment import EnvironmentExporter, eval_context, process_environment, variables
 

@@ -14,8 +14,8 @@ from py_scheduler.domain.events import EventRecord, TaskDone
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
 from py_scheduler.domain.results import TaskState
 from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, ResourceExhaustedError
-from py_scheduler.scheduler import event_log as event_log_module
-from py_scheduler.scheduler.event_log import EventLog
+from py_scheduler.scheduler.log import event_log as event_log_module
+from py_scheduler.scheduler.log.event_log import EventLog
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from py_scheduler.commands.plan_view import PlanView, show_plan
+from py_scheduler.commands.views.plan import PlanView, show_plan
 from py_scheduler.config import parse_config
 from py_scheduler.domain.leases import NodeShortageView, Shortage
 from py_scheduler.domain.resources import MAX_NAMED_AMOUNT, MAX_NAMES, NodeResource, Resource, check_extras

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from py_scheduler.domain.generation import FinishReason
 from py_scheduler.domain.results import Outcome
-from py_scheduler.domain.steps import FilterReport
+from py_scheduler.domain.training.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.rollout import filters
 from py_scheduler.rollout.filters import (

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from py_scheduler.adapters._fleet_settings import FleetSettings
-from py_scheduler.adapters.sglang import SglangEngine
-from py_scheduler.adapters.sglang_fleet import SglangFleet
+from py_scheduler.adapters.sglang.engine import SglangEngine
+from py_scheduler.adapters.sglang.fleet import SglangFleet
+from py_scheduler.adapters.sglang.settings import FleetSettings
 from py_scheduler.app import build_generation
 from py_scheduler.config import Config
 from py_scheduler.errors import FieldViolation, InvalidArgumentError

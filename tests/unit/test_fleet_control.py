@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from py_scheduler.adapters.sglang_fleet import SglangFleet
+    from py_scheduler.adapters.sglang.fleet import SglangFleet
     from tests.support.fake_clock import FakeClock
 
 PAUSE, CONTINUE, UPDATE = "/pause_generation", "/continue_generation", "/update_weights_from_disk"

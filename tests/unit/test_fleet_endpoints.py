@@ -8,7 +8,7 @@ import logging
 import pytest
 from msgspec.structs import replace
 
-from py_scheduler.adapters.sglang_fleet import SglangFleet
+from py_scheduler.adapters.sglang.fleet import SglangFleet
 from py_scheduler.domain.generation import Generation
 from py_scheduler.errors import (
     ContextOverflowError,

@@ -16,9 +16,9 @@ from py_scheduler.domain.leases import PlacementDemand
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import BatchId, sort_batch_id
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.flows import FlowPolicy, ReadyEntry
-from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyQueue
-from py_scheduler.scheduler.service_order import ahead_of, describe_ahead
+from py_scheduler.scheduler.queue.flows import FlowPolicy, ReadyEntry
+from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyQueue
+from py_scheduler.scheduler.queue.service_order import ahead_of, describe_ahead
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
 

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from py_scheduler.adapters import _frames
-from py_scheduler.adapters._frames import FrameProtocol, FrameSocket
-from py_scheduler.adapters.process_runner import child_environment, how_it_ended
-from py_scheduler.adapters.ray_runner import actor_environment
+from py_scheduler.adapters.children import frames as _frames
+from py_scheduler.adapters.children.frames import FrameProtocol, FrameSocket
+from py_scheduler.adapters.children.process_host import child_environment, how_it_ended
+from py_scheduler.adapters.children.ray_host import actor_environment
 from py_scheduler.domain.results import Outcome
-from py_scheduler.domain.runner_frames import (
+from py_scheduler.domain.runners.frames import (
     AgentSaid,
     Ask,
     Generate,
@@ -31,7 +31,7 @@ from py_scheduler.domain.runner_frames import (
     read_child_frame,
     read_server_frame,
 )
-from py_scheduler.domain.runners import RunnerSettings
+from py_scheduler.domain.runners.runner import RunnerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

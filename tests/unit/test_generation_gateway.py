@@ -14,7 +14,7 @@ from py_scheduler.errors import (
     EngineRejectedError,
     FailedPreconditionError,
 )
-from py_scheduler.execution.generation_gateway import GenerationGateway
+from py_scheduler.execution.generation.gateway import GenerationGateway
 from tests.support.controlled_model import ControlledModel
 from tests.support.fake_clock import settle
 from tests.support.gateway_asking import (

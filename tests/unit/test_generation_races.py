@@ -8,8 +8,8 @@ import pytest
 
 from py_scheduler.domain.generation import FinishReason, PauseMode, WeightUpdate
 from py_scheduler.errors import EngineUnavailableError, FailedPreconditionError, ResourceExhaustedError
-from py_scheduler.execution.generation_gateway import GenerationGateway
-from py_scheduler.execution.weights import ForgetfulWeightLog
+from py_scheduler.execution.generation.gateway import GenerationGateway
+from py_scheduler.execution.generation.weights import ForgetfulWeightLog
 from tests.support.controlled_model import ControlledModel
 from tests.support.fake_clock import settle
 from tests.support.gateway_asking import ALL_MODES, STUDENT, Asking, StoppedTime, spans, update

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from py_scheduler.domain.events import Event, ResultsCollected, StopCause, TaskDone, TasksAccepted
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import SubmissionKey
-from py_scheduler.scheduler.commands import (
+from py_scheduler.scheduler.ledger.commands import (
     AcceptTasks,
     AcknowledgeResults,
     CollectResults,
@@ -20,8 +20,8 @@ from py_scheduler.scheduler.commands import (
     DiscardResults,
     StopTasks,
 )
-from py_scheduler.scheduler.kept_results import result_size
-from py_scheduler.scheduler.ledger import Ledger
+from py_scheduler.scheduler.ledger.kept_results import result_size
+from py_scheduler.scheduler.ledger.ledger import Ledger
 from tests.support.ledger_driver import end, start, task
 
 operations = st.lists(

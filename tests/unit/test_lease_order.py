@@ -22,7 +22,7 @@ from tests.support.leases import GPU, acquire_of, gpu_pool, release_of
 if TYPE_CHECKING:
     from py_scheduler.domain.leases import AcquireRequest
     from py_scheduler.placement import PlacementPool
-    from py_scheduler.scheduler.lease_desk import LeaseDesk
+    from py_scheduler.scheduler.leases.manager import LeaseDesk
     from tests.support.harness import Harness
 
 

@@ -14,7 +14,7 @@ from py_scheduler.domain.events import AbortRequested, AttemptEnded, AttemptRef,
 from py_scheduler.domain.results import AttemptState, Outcome, TaskState
 from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
-from py_scheduler.scheduler.commands import (
+from py_scheduler.scheduler.ledger.commands import (
     AcceptTasks,
     Command,
     EndAttempt,
@@ -23,8 +23,8 @@ from py_scheduler.scheduler.commands import (
     StartAttempt,
     StopTasks,
 )
-from py_scheduler.scheduler.ledger import Ledger
-from py_scheduler.scheduler.snapshots import snapshot_of, submission_of
+from py_scheduler.scheduler.ledger.ledger import Ledger
+from py_scheduler.scheduler.ledger.snapshots import snapshot_of, submission_of
 from tests.support.ledger_driver import Driver, accept, end, grouped, infra, score, start, stop, task
 
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from py_scheduler.domain.events import AttemptEnded, StopCause
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.results import AttemptState, Outcome, TaskState
+from py_scheduler.domain.training.iteration import IterationContext
 from tests.support.ledger_driver import Driver, accept, end, grouped, infra, score, start, stop, task
 
 # Groups

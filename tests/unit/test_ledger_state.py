@@ -7,8 +7,8 @@ import pytest
 from py_scheduler.domain.requests import SubmissionSelector
 from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import NotFoundError
-from py_scheduler.scheduler.commands import AcceptTasks, AcknowledgeResults, CollectResults
-from py_scheduler.scheduler.ledger_state import LedgerState
+from py_scheduler.scheduler.ledger.commands import AcceptTasks, AcknowledgeResults, CollectResults
+from py_scheduler.scheduler.ledger.state import LedgerState
 from tests.support.ledger_driver import Driver, stop, task
 
 

@@ -8,7 +8,7 @@ import pytest
 from py_scheduler.domain.events import AttemptEnded, AttemptRef
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
-from py_scheduler.scheduler.commands import EndAttempt
+from py_scheduler.scheduler.ledger.commands import EndAttempt
 from tests.support.ledger_driver import Driver, accept, start, stop
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from py_scheduler.domain.events import TrainingResumed, WeightsChanged
-from py_scheduler.scheduler.commands import ChangeWeights, ResumeTraining
-from py_scheduler.scheduler.ledger import Ledger
+from py_scheduler.scheduler.ledger.commands import ChangeWeights, ResumeTraining
+from py_scheduler.scheduler.ledger.ledger import Ledger
 from tests.support.ledger_driver import Driver
 
 ALONE = [("student",), ("teacher",)]

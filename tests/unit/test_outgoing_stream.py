@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from py_scheduler.api.access import Access
-from py_scheduler.api.bearer_tokens import ANYBODY
 from py_scheduler.api.boundary import CallRefusedError, OutgoingStream
+from py_scheduler.api.security.access import Access
+from py_scheduler.api.security.bearer_tokens import ANYBODY
 
 
 class HeldUp:

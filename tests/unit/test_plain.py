@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from py_scheduler.domain.plain import details_json, plain_number, safe_text
+from py_scheduler.domain.values.plain import details_json, plain_number, safe_text
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters.process_runner import ProcessHost, import_path
-from py_scheduler.domain.runner_frames import Hello, Pong, Ready, read_child_frame
-from py_scheduler.domain.runners import DEFAULT_ENVIRONMENT, HandlerPlan, RunnerSettings
+from py_scheduler.adapters.children.process_host import ProcessHost, import_path
+from py_scheduler.domain.runners.frames import Hello, Pong, Ready, read_child_frame
+from py_scheduler.domain.runners.runner import DEFAULT_ENVIRONMENT, HandlerPlan, RunnerSettings
 from py_scheduler.errors import RunnerStartError
-from py_scheduler.execution import child_session
-from py_scheduler.execution.child_starter import ChildStarter
+from py_scheduler.execution.children import session as child_session
+from py_scheduler.execution.children.starter import ChildStarter
 from tests.support.children import AGENT, is_there
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from py_scheduler.adapters.process_runner import ProcessChild
+    from py_scheduler.adapters.children.process_host import ProcessChild
 
 
 async def ended(child: ProcessChild) -> str:

@@ -8,18 +8,18 @@ import pytest
 
 from py_scheduler.app import build
 from py_scheduler.config import parse_config
-from py_scheduler.domain.cascade import DATASET_CONFIG_KEY
+from py_scheduler.domain.episodes.cascade import DATASET_CONFIG_KEY
 from py_scheduler.domain.generation import SamplingParams
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import ConfigError, InvalidArgumentError
-from py_scheduler.rollout.sources import SourceSettings, open_source
+from py_scheduler.rollout.sources.sources import SourceSettings, open_source
 from tests.support.app_handlers import made_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from py_scheduler.rollout.python_source import Factory
+    from py_scheduler.rollout.sources.python import Factory
 
 
 def of(**changes: Any) -> SourceSettings:

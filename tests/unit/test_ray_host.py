@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters import _ray_actor, ray_runner
-from py_scheduler.adapters.ray_runner import RayHost
-from py_scheduler.domain.runner_frames import PROTOCOL, Hello, encode
-from py_scheduler.domain.runners import HandlerPlan, RaySettings, RunnerSettings
+from py_scheduler.adapters.children import ray_actor, ray_host
+from py_scheduler.adapters.children.ray_host import RayHost
+from py_scheduler.domain.runners.frames import PROTOCOL, Hello, encode
+from py_scheduler.domain.runners.runner import HandlerPlan, RaySettings, RunnerSettings
 from py_scheduler.errors import RunnerStartError
-from py_scheduler.execution.child_session import ChildSession
+from py_scheduler.execution.children.session import ChildSession
 from tests.support.fake_clock import settle
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from py_scheduler.adapters._ray_actor import RayActor
+    from py_scheduler.adapters.children.ray_actor import RayActor
 
 
 class FakeActor:
@@ -80,7 +80,7 @@ class FakeRay:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    monkeypatch.setattr(ray_runner, "_connected_ray", lambda _address: fake)
+    monkeypatch.setattr(ray_host, "_connected_ray", lambda _address: fake)
     return fake
 
 
@@ -154,7 +154,7 @@ async def test_an_actor_of_another_version_is_told_so_and_ended(host: RayHost, r
 async def test_an_actor_that_ray_cannot_kill_ends_with_its_connection(
     host: RayHost, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_ray_actor, "END_SECONDS", 0.01)
+    monkeypatch.setattr(ray_actor, "END_SECONDS", 0.01)
     actor, writer = await connected(host, ray)
 
     def gone(*_: Any, **__: Any) -> None:
@@ -174,7 +174,7 @@ async def test_a_start_that_fails_because_its_node_is_gone_says_so_before_it_fai
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise who waits there would hear that nothing can be started, and lose an attempt with it."""
-    monkeypatch.setattr(ray_runner, "_WATCH_SECONDS", 3600.0)
+    monkeypatch.setattr(ray_host, "_WATCH_SECONDS", 3600.0)
     ray.answers = [["a", "b"], ["b"]]
     told: list[tuple[str, bool]] = []
     host = RayHost(RaySettings())
@@ -200,7 +200,7 @@ async def test_a_secret_opens_one_connection_once(host: RayHost, ray: FakeRay) -
 
 
 async def test_a_ray_that_says_nothing_at_first_is_asked_again(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_runner, "_WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(ray_host, "_WATCH_SECONDS", 0.0)
     ray.answers = [RuntimeError("not yet"), ["a"], RuntimeError("busy"), ["a", "b"], ["b"]]
     told: list[tuple[str, bool]] = []
     both = asyncio.Event()

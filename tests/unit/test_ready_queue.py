@@ -5,8 +5,8 @@ from __future__ import annotations
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.task import BatchId, sort_batch_id
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.flows import ReadyEntry
-from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyQueue
+from py_scheduler.scheduler.queue.flows import ReadyEntry
+from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyQueue
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
 

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from py_scheduler.cli import main
 from py_scheduler.commands.report import as_markdown, as_table, sheets
-from py_scheduler.commands.report_data import read_report
-from py_scheduler.commands.report_plots import OUTCOME_COLOURS, TIME_COLOURS, draw_report
+from py_scheduler.commands.views.report_data import read_report
+from py_scheduler.commands.views.report_plots import OUTCOME_COLOURS, TIME_COLOURS, draw_report
 from py_scheduler.domain.results import Outcome
-from py_scheduler.domain.steps import FilterReport
+from py_scheduler.domain.training.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError, NotFoundError
 from py_scheduler.rollout.iteration_summary import read_summary
 from tests.support.iterations import group, random_groups, write_iteration

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
-from py_scheduler.rollout.loop_state import LoopState, read_loop_state, write_loop_state
+from py_scheduler.rollout.files.loop_state import LoopState, read_loop_state, write_loop_state
 from py_scheduler.rollout.reuse import ReuseAction, ReuseDecision, ReuseSettings, decide_reuse
 
 if TYPE_CHECKING:

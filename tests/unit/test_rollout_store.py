@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from py_scheduler.domain.generation import WeightSpan
 from py_scheduler.domain.results import Outcome
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from py_scheduler.rollout.store import RolloutStore, read_samples, replay_path
+from py_scheduler.rollout.files.store import RolloutStore, read_samples, replay_path
 from py_scheduler.rollout.training import TrainingSample, pad_groups, training_group
 from tests.support import strategies
 from tests.support.samples import SOLVED, WRONG, done_sample, group_with, trajectory_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from py_scheduler.domain.trajectory import Trajectory
+    from py_scheduler.domain.episodes.trajectory import Trajectory
 
 NAME = "trajectory_sft_samples"
 TURNS = (("environment", 4), ("teacher", 2), ("environment", 1), ("student", 3))

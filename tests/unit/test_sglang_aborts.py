@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from py_scheduler.adapters._http import RetrySettings
-from py_scheduler.adapters.sglang import SglangEngine
+from py_scheduler.adapters.http_client import RetrySettings
+from py_scheduler.adapters.sglang.engine import SglangEngine
 from py_scheduler.domain.generation import (
     FinishReason,
 )

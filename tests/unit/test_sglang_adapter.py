@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from msgspec.structs import replace
 
-from py_scheduler.adapters.sglang import SglangEngine
+from py_scheduler.adapters.sglang.engine import SglangEngine
 from py_scheduler.domain.generation import (
     ChatMessage,
     FinishReason,

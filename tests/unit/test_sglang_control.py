@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from py_scheduler.adapters._http import RetrySettings
-from py_scheduler.adapters.sglang import SglangEngine, SglangSettings
+from py_scheduler.adapters.http_client import RetrySettings
+from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
 from py_scheduler.domain.generation import FinishReason, GenerationRequest, PauseMode, SamplingParams, WeightUpdate
 from py_scheduler.domain.ports import GenerationControl
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError

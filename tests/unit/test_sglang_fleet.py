@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from aiohttp import web
 
-from py_scheduler.adapters.sglang import SglangEngine
+from py_scheduler.adapters.sglang.engine import SglangEngine
 from py_scheduler.domain.generation import ChatMessage, FinishReason
 from py_scheduler.errors import (
     EngineRejectedError,

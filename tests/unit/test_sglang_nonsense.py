@@ -15,7 +15,7 @@ from tests.support.sglang_engines import engine_on, request
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from py_scheduler.adapters.sglang import SglangEngine
+    from py_scheduler.adapters.sglang.engine import SglangEngine
 
 DEEP = b"[" * 100_000
 
@@ -133,7 +133,7 @@ async def test_an_answer_that_cannot_be_read_is_the_servers_fault(name: str, sta
 
 
 async def test_an_answer_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("py_scheduler.adapters._http.MAX_ANSWER_BYTES", 100_000)
+    monkeypatch.setattr("py_scheduler.adapters.http_client.MAX_ANSWER_BYTES", 100_000)
     endless = b"x" * 200_000
     async with engine_on() as (engine, server):
         server.scripts.extend(Script(event=endless) for _ in range(3))

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.resources import Resource
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.ready_queue import ReadyBatch, ReadyQueue
-from py_scheduler.scheduler.shares import Shares
+from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyQueue
+from py_scheduler.scheduler.queue.shares import Shares
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
 
 if TYPE_CHECKING:
-    from py_scheduler.scheduler.flows import ReadyEntry
+    from py_scheduler.scheduler.queue.flows import ReadyEntry
 
 SPEC = spec_of(SolvingAgent(), "agent")
 

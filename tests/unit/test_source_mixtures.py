@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from py_scheduler.domain.cascade import DatasetConfig
+from py_scheduler.domain.episodes.cascade import DatasetConfig
 from py_scheduler.domain.generation import SamplingParams
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
-from py_scheduler.rollout.sources import IterableSource, MultiDataSource, WeightedSource
+from py_scheduler.rollout.sources.sources import IterableSource, MultiDataSource, WeightedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from py_scheduler.domain.data import DataSource
+    from py_scheduler.domain.training.data import DataSource
 
 
 def task_of(item: Any) -> Task:

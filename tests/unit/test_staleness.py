@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from py_scheduler.scheduler.staleness import StalenessSettings, StalenessWindow
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings, StalenessWindow
 
 limits = st.builds(StalenessSettings, max_staleness=st.integers(0, 4), step_size=st.integers(1, 8))
 histories = st.lists(st.sampled_from(["admit", "accept", "fail", "update"]), max_size=200)

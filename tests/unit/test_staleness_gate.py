@@ -11,7 +11,7 @@ from py_scheduler.domain.events import AttemptRef, TasksAccepted
 from py_scheduler.domain.results import AttemptState, Outcome
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, SubmissionKey
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.commands import (
+from py_scheduler.scheduler.ledger.commands import (
     AcceptTasks,
     ChangeWeights,
     EndAttempt,
@@ -19,17 +19,17 @@ from py_scheduler.scheduler.commands import (
     StartAttempt,
     StopTasks,
 )
-from py_scheduler.scheduler.ledger import Ledger
-from py_scheduler.scheduler.staleness import StalenessSettings, StalenessWindow
-from py_scheduler.scheduler.staleness_gate import StalenessGate
+from py_scheduler.scheduler.ledger.ledger import Ledger
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings, StalenessWindow
+from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.ledger_driver import stop, task
 from tests.support.samples import done_sample
 
 if TYPE_CHECKING:
     from py_scheduler.domain.events import Event
-    from py_scheduler.scheduler.commands import Command
-    from py_scheduler.scheduler.records import TaskRecord
+    from py_scheduler.scheduler.ledger.commands import Command
+    from py_scheduler.scheduler.ledger.records import TaskRecord
 
 SPEC = spec_of(SolvingAgent())
 LIMIT = StalenessSettings(max_staleness=1, step_size=2)

@@ -13,14 +13,14 @@ from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
 from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.placement import PlacementPool
-from py_scheduler.scheduler.ready_queue import ReadyQueue
-from py_scheduler.scheduler.records import submission_and_number, task_id_of
-from py_scheduler.scheduler.task_explanation import TaskExplainer
+from py_scheduler.scheduler.ledger.records import submission_and_number, task_id_of
+from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
+from py_scheduler.scheduler.queue.task_explanation import TaskExplainer
 from tests.support.handlers import SolvingAgent, spec_of
 
 if TYPE_CHECKING:
     from py_scheduler.domain.explanations import TaskWait
-    from py_scheduler.scheduler.ledger import Ledger
+    from py_scheduler.scheduler.ledger.ledger import Ledger
 
 SAMPLE = Resource(gpu=0.5)
 

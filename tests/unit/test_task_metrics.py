@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from py_scheduler.domain.metrics import expected_best, task_metrics
+from py_scheduler.domain.values.metrics import expected_best, task_metrics
 
 
 def test_training_takes_the_mean_of_each_name_unless_its_suffix_says_otherwise() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from py_scheduler.api.tethers import Tethers
+from py_scheduler.api.disconnect_guard import Tethers
 from py_scheduler.domain.requests import EventFilter
 from tests.support.fake_engine import FakeEngine
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from py_scheduler.interfaces import trinity
-from py_scheduler.interfaces.trinity.runner_pool import _metrics_of_runs
+from py_scheduler.interfaces.trinity.runners.pool import _metrics_of_runs
 from py_scheduler.interfaces.trinity.views import state_table
 
 COLLECT = "self batch_id min_num timeout clear_timeout_tasks return_partial_tasks"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from py_scheduler.domain.requests import EventFilter, EventKind
 from py_scheduler.errors import CursorExpiredError, CursorMismatchError, InvalidArgumentError
-from py_scheduler.wire.cursor import CursorCodec
+from py_scheduler.wire.common.cursor import CursorCodec
 from tests.support import strategies
 
 EPOCH = bytes(range(16))

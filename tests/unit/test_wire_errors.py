@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from py_scheduler import errors
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler.errors import FieldViolation, InvalidArgumentError, SchedulerError, ServerError
-from py_scheduler.wire.damage import damage_error
-from py_scheduler.wire.errors import error_of, internal_status, status_of
+from py_scheduler.wire.common.damage import damage_error
+from py_scheduler.wire.common.errors import error_of, internal_status, status_of
 
 EXAMPLES: dict[str, SchedulerError] = {
     "CursorExpiredError": errors.CursorExpiredError("gone", 42),

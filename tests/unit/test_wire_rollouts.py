@@ -12,9 +12,16 @@ from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2 as 
 from py_scheduler.domain.events import EventRecord
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
 from py_scheduler.domain.results import Outcome
-from py_scheduler.domain.steps import DatasetOutcomes, FilterReport, KeptGroup, StepKind, StepReport, StepRequest
+from py_scheduler.domain.training.steps import (
+    DatasetOutcomes,
+    FilterReport,
+    KeptGroup,
+    StepKind,
+    StepReport,
+    StepRequest,
+)
 from py_scheduler.errors import CursorMismatchError, InvalidArgumentError
-from py_scheduler.wire.cursor import CursorCodec
+from py_scheduler.wire.common.cursor import CursorCodec
 from py_scheduler.wire.events import decode_frame, encode_frames
 from py_scheduler.wire.rollouts import (
     decode_report,

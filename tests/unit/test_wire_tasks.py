@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 from py_scheduler.domain.generation import SamplingParams
-from py_scheduler.domain.iteration import IterationContext
 from py_scheduler.domain.limits import MAX_NAME_LENGTH, MAX_REPEAT_TIMES, MAX_VIOLATIONS
 from py_scheduler.domain.requests import SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
+from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.requests import decode_submit_request
 from py_scheduler.wire.submissions import encode_submission_chunks

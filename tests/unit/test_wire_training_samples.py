@@ -17,7 +17,7 @@ from tests.support.samples import SOLVED, group_with
 from tests.support.strategies import training_samples
 
 if TYPE_CHECKING:
-    from py_scheduler.domain.training_samples import TrainingSample
+    from py_scheduler.domain.training.samples import TrainingSample
 
 COMPLETED = service.SAMPLE_STATUS_COMPLETED
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters.sglang import SglangEngine
+from py_scheduler.adapters.sglang.engine import SglangEngine
 from py_scheduler.adapters.with_examples import WithExamplesEngine, WorkedExample
 from py_scheduler.app import build_generation
 from py_scheduler.config import parse_config

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.api.generation_http.refusals import BAD_REQUEST, CONFLICT, RefusedError
-from py_scheduler.domain.cascade import resolve_sampling
-from py_scheduler.domain.chat_turns import following_tokens, text_of
+from py_scheduler.domain.episodes.cascade import resolve_sampling
+from py_scheduler.domain.episodes.chat_turns import following_tokens, text_of
 from py_scheduler.domain.generation import ChatMessage, SamplingParams
 from py_scheduler.domain.limits import check_sampling
 from py_scheduler.errors import TurnLimitError

@@ -15,11 +15,11 @@ from py_scheduler.errors import GenerationError
 if TYPE_CHECKING:
     from py_scheduler.api.generation_http.chat import ChatAsked
     from py_scheduler.domain.evaluator import Episode
-    from py_scheduler.domain.keys import Keys
+    from py_scheduler.domain.values.keys import Keys
 
 
 class EpisodeApi:
-    """Implements `domain.api_access.ApiAccess`."""
+    """Implements `domain.episodes.api_access.ApiAccess`."""
 
     def __init__(self, episode: Episode, keys: Keys[EpisodeApi], base_url: str, socket_path: str) -> None:
         self.base_url = base_url

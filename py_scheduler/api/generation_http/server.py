@@ -22,8 +22,8 @@ from py_scheduler.api.generation_http.refusals import (
     refusal_of,
 )
 from py_scheduler.api.generation_http.sockets import remove_socket, tcp_socket, unix_socket
-from py_scheduler.api.tls import http_context
-from py_scheduler.domain.keys import Keys
+from py_scheduler.api.security.tls import http_context
+from py_scheduler.domain.values.keys import Keys
 from py_scheduler.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class GenerationHttp:
     # Who
 
     def admit(self, episode: Episode) -> EpisodeApi:
-        """Implements `domain.api_access.ApiFront`. Raises FailedPreconditionError."""
+        """Implements `domain.episodes.api_access.ApiFront`. Raises FailedPreconditionError."""
         if self._runner is None:
             raise FailedPreconditionError("the gateway's HTTP front does not run (any more)")
         return EpisodeApi(episode, self._keys, self._base_url, self._settings.socket)

@@ -14,11 +14,11 @@ from py_scheduler.interfaces.trinity.config import ProcessConfig as ProcessConfi
 from py_scheduler.interfaces.trinity.mirrors import CompletedTaskResult as CompletedTaskResult
 from py_scheduler.interfaces.trinity.mirrors import RunningTaskState as RunningTaskState
 from py_scheduler.interfaces.trinity.mirrors import TaskWrapper as TaskWrapper
-from py_scheduler.interfaces.trinity.runner_wrapper import RunnerWrapper as RunnerWrapper
-from py_scheduler.interfaces.trinity.runner_wrapper import task_to_run as task_to_run
+from py_scheduler.interfaces.trinity.runners.workflow_runner import Status as Status
+from py_scheduler.interfaces.trinity.runners.workflow_runner import WorkflowRunner as WorkflowRunner
+from py_scheduler.interfaces.trinity.runners.wrapper import RunnerWrapper as RunnerWrapper
+from py_scheduler.interfaces.trinity.runners.wrapper import task_to_run as task_to_run
 from py_scheduler.interfaces.trinity.scheduler import Scheduler as Scheduler
-from py_scheduler.interfaces.trinity.workflow_runner import Status as Status
-from py_scheduler.interfaces.trinity.workflow_runner import WorkflowRunner as WorkflowRunner
 from py_scheduler.interfaces.trinity.workflows import EID as EID
 from py_scheduler.interfaces.trinity.workflows import Experience as Experience
 from py_scheduler.interfaces.trinity.workflows import RolloutArgs as RolloutArgs

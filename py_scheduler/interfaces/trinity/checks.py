@@ -15,11 +15,11 @@ from py_scheduler.domain.limits import (
     MAX_VIOLATIONS,
     Range,
 )
-from py_scheduler.domain.runners import is_forbidden
+from py_scheduler.domain.runners.runner import is_forbidden
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.interfaces.trinity.config import ProcessConfig
 from py_scheduler.interfaces.trinity.local_engine import default_timeout
-from py_scheduler.interfaces.trinity.process_runner import is_of_processes, pickled
+from py_scheduler.interfaces.trinity.runners.process import is_of_processes, pickled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

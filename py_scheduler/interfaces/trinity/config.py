@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from py_scheduler.domain.runners import DEFAULT_ENVIRONMENT
+from py_scheduler.domain.runners.runner import DEFAULT_ENVIRONMENT
 
 
 def _no_model(_engine_id: int) -> object:

@@ -15,29 +15,29 @@ import itertools
 import os
 from typing import TYPE_CHECKING
 
+from py_scheduler.adapters.children.process_host import ProcessHost
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
-from py_scheduler.adapters.process_runner import ProcessHost
 from py_scheduler.domain.collecting import CollectReply, CollectRequest
 from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
 from py_scheduler.domain.requests import Delivery, SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import SchedulerError
 from py_scheduler.execution.held_open import HeldOpen
-from py_scheduler.interfaces.trinity.runner_pool import RUN_ID_BASE, RunnerPool, slot_on
-from py_scheduler.scheduler.dynamic_timeout import DynamicTimeoutSettings
+from py_scheduler.interfaces.trinity.runners.pool import RUN_ID_BASE, RunnerPool, slot_on
 from py_scheduler.scheduler.engine import Engine
 from py_scheduler.scheduler.intake import check_request
+from py_scheduler.scheduler.ledger.dynamic_timeout import DynamicTimeoutSettings
 from py_scheduler.scheduler.settings import EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from py_scheduler.domain.runners import ChildHost
+    from py_scheduler.domain.runners.runner import ChildHost
     from py_scheduler.domain.task import BatchId
     from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
     from py_scheduler.interfaces.trinity.protocols import Config
-    from py_scheduler.scheduler.records import SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
 
 _WORKFLOW = "workflow"
 PINNED = "pinned"

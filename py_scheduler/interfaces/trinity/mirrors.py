@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.collecting import TaskResult
     from py_scheduler.domain.task import BatchId
     from py_scheduler.interfaces.trinity.protocols import RunStatus
-    from py_scheduler.scheduler.records import TaskRecord
+    from py_scheduler.scheduler.ledger.records import TaskRecord
 
 
 @dataclass(eq=False)

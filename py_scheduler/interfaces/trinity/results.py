@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from py_scheduler.domain.collecting import CollectReply, CollectRequest
 from py_scheduler.domain.requests import AbortRequest, SubmissionSelector
 from py_scheduler.interfaces.trinity.local_engine import fresh_id
-from py_scheduler.scheduler.kept_results import leaves_result, why_incomplete
+from py_scheduler.scheduler.ledger.kept_results import leaves_result, why_incomplete
 
 if TYPE_CHECKING:
     from py_scheduler.domain.task import BatchId

@@ -25,13 +25,13 @@ from py_scheduler.errors import FailedPreconditionError
 from py_scheduler.interfaces.trinity.checks import check_config, check_tasks, check_wait
 from py_scheduler.interfaces.trinity.local_engine import LocalEngine, default_timeout
 from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
-from py_scheduler.interfaces.trinity.pinned import run_once
-from py_scheduler.interfaces.trinity.preparing import end_all, prepared_runners
-from py_scheduler.interfaces.trinity.process_runner import is_of_processes
 from py_scheduler.interfaces.trinity.results import Results
-from py_scheduler.interfaces.trinity.runner_wrapper import RunnerWrapper
+from py_scheduler.interfaces.trinity.runners.pinned import run_once
+from py_scheduler.interfaces.trinity.runners.preparing import end_all, prepared_runners
+from py_scheduler.interfaces.trinity.runners.process import is_of_processes
+from py_scheduler.interfaces.trinity.runners.workflow_runner import Status
+from py_scheduler.interfaces.trinity.runners.wrapper import RunnerWrapper
 from py_scheduler.interfaces.trinity.views import SchedulerViews
-from py_scheduler.interfaces.trinity.workflow_runner import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,10 +7,10 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.domain.runner_table import aligned
+from py_scheduler.domain.runners.table import aligned
 from py_scheduler.domain.task import sort_batch_id
 from py_scheduler.interfaces.trinity.mirrors import CompletedTaskResult
-from py_scheduler.scheduler.records import WAITING
+from py_scheduler.scheduler.ledger.records import WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.task import BatchId
     from py_scheduler.interfaces.trinity.local_engine import LocalEngine
     from py_scheduler.interfaces.trinity.mirrors import RunningTaskState, TaskWrapper
-    from py_scheduler.interfaces.trinity.runner_wrapper import RunnerWrapper
-    from py_scheduler.scheduler.records import SubmissionRecord, SubTaskRecord
+    from py_scheduler.interfaces.trinity.runners.wrapper import RunnerWrapper
+    from py_scheduler.scheduler.ledger.records import SubmissionRecord, SubTaskRecord
 
 logger = logging.getLogger(__name__)
 

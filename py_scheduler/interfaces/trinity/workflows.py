@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.domain.plain import plain_value
 from py_scheduler.domain.task import BatchId
+from py_scheduler.domain.values.plain import plain_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ class EID(msgspec.Struct):
 class Experience(msgspec.Struct):
     """What a run leaves for training. Token ids, log-probs and what is in `info` are the workflow's own business.
 
-    metrics: by name; a name may end in how it is to be put together (`domain.metrics`).
+    metrics: by name; a name may end in how it is to be put together (`domain.values.metrics`).
     """
 
     eid: EID = msgspec.field(default_factory=EID)

@@ -1,0 +1,1 @@
+"""Children as processes and as Ray actors, and a child's own end of an episode."""

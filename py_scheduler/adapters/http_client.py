@@ -1,0 +1,189 @@
+"""What the engine adapters share of HTTP: one pooled client, server-sent events, and the waits between retries.
+
+Invariants: a client holds its sessions from `start` to `close`; an idle connection is retired before
+the server would close it, so that a reset at reuse stays rare; nothing here retries by itself, because only the caller
+knows whether a request may run twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from py_scheduler.domain.values.backoff import backoff_seconds
+from py_scheduler.errors import EngineUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
+
+    ResponseContext = AbstractAsyncContextManager[aiohttp.ClientResponse]
+
+ShapeT = TypeVar("ShapeT")
+
+HTTP_OK = 200
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for what is no JSON, or not of the shape that is expected."""
+LOST_CONNECTION = (aiohttp.ClientError, OSError)
+"""What aiohttp raises when a connection is refused, reset, cut off or silent (TimeoutError is an OSError)."""
+
+
+MAX_ANSWER_BYTES = 256 << 20
+"""Of a body, or of one event of a stream: far more than the longest generation takes."""
+
+
+class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounded, jittered retries: `attempts` in all; the wait doubles from `base_seconds` up to `max_seconds`."""
+
+    attempts: int = 4
+    base_seconds: float = 0.1
+    max_seconds: float = 5.0
+
+    def wait_seconds(self, failed_attempts: int) -> float:
+        """The wait after that many failures (from 1): between half and the whole of the doubled base."""
+        return backoff_seconds(failed_attempts, self.base_seconds, self.max_seconds)
+
+
+class HttpClient:
+    """One pooled session to one server. Bodies are JSON both ways."""
+
+    def __init__(
+        self, base_url: str, *, connections: int = 0, keepalive_seconds: float | None, connect_timeout_seconds: float
+    ) -> None:
+        """`connections` 0 means no limit: a pool's limit would otherwise silently cap the rollout's concurrency.
+
+        `keepalive_seconds` None means a connection per request.
+        """
+        self.base_url = base_url.rstrip("/")
+        self._connections = connections
+        self._keepalive_seconds = keepalive_seconds
+        self._connect_timeout_seconds = connect_timeout_seconds
+        self._session: aiohttp.ClientSession | None = None
+        self._fresh_session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        if self._session is None:
+            self._session = self._make_session(self._keepalive_seconds)
+            self._fresh_session = self._make_session(None)
+
+    async def close(self) -> None:
+        sessions = self._session, self._fresh_session
+        self._session = self._fresh_session = None
+        for session in sessions:
+            if session is not None:
+                await session.close()
+
+    def post(self, path: str, body: Any, *, fresh: bool = False) -> ResponseContext:
+        """The response as a context manager; leaving it before the end of the body closes the connection.
+
+        `fresh` takes a connection of its own: those that are kept may all be dead, one behind the other. Raises
+        EngineUnavailableError when the client is not started or closed.
+        """
+        return self._open(fresh=fresh).post(
+            self.base_url + path, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
+        )
+
+    async def get_json(self, path: str, *, timeout_seconds: float) -> Any:
+        """Raises EngineUnavailableError when there is no good answer in time."""
+        return await self._json(self._open().get(self.base_url + path), path, timeout_seconds)
+
+    async def post_json(self, path: str, body: Any, *, timeout_seconds: float) -> Any:
+        """Raises EngineUnavailableError when there is no good answer in time."""
+        return await self._json(self.post(path, body), path, timeout_seconds)
+
+    async def _json(self, request: ResponseContext, path: str, timeout_seconds: float) -> Any:
+        try:
+            async with asyncio.timeout(timeout_seconds), request as response:
+                content = await body_of(response)
+                status = response.status
+        except LOST_CONNECTION as error:
+            reason = str(error) or f"no answer within {timeout_seconds:g} s"
+            raise EngineUnavailableError(f"{self.base_url}{path}: {reason}") from error
+        if status != HTTP_OK:
+            raise EngineUnavailableError(f"{self.base_url}{path} answered {status}: {error_message(content)}")
+        return decode_json(content)
+
+    def _make_session(self, keepalive_seconds: float | None) -> aiohttp.ClientSession:
+        if keepalive_seconds is None:
+            connector = aiohttp.TCPConnector(limit=self._connections, force_close=True)
+        else:
+            connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=keepalive_seconds)
+        return aiohttp.ClientSession(
+            connector=connector,
+            # No total: a generation takes as long as it takes. Callers bound what they wait for.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_seconds),
+            json_serialize=lambda value: msgspec.json.encode(value).decode(),
+        )
+
+    def _open(self, *, fresh: bool = False) -> aiohttp.ClientSession:
+        session = self._fresh_session if fresh else self._session
+        if session is None:
+            raise EngineUnavailableError(f"the client of {self.base_url} is not started or was closed")
+        return session
+
+
+async def body_of(response: aiohttp.ClientResponse) -> bytes:
+    """Raises ClientPayloadError, as for a broken connection, when it does not end where an answer would."""
+    content = bytearray()
+    while chunk := await response.content.readany():
+        content += chunk
+        _check_size(content)
+    return bytes(content)
+
+
+def _check_size(content: bytearray) -> None:
+    if len(content) > MAX_ANSWER_BYTES:
+        raise aiohttp.ClientPayloadError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+
+
+def decode_json(content: bytes) -> Any:
+    """Raises EngineUnavailableError for what is no JSON: a server that answers so is not well."""
+    try:
+        return msgspec.json.decode(content) if content else None
+    except UNREADABLE as error:
+        raise EngineUnavailableError(f"the engine answered something other than JSON: {content[:200]!r}") from error
+
+
+def read_as(shape: type[ShapeT], answer: Any, source: str) -> ShapeT:
+    """The answer of `source` as what it should be. Raises EngineUnavailableError when it is something else."""
+    try:
+        return msgspec.convert(answer, shape)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailableError(f"{source} answered what cannot be read: {error}") from error
+
+
+def error_message(content: bytes) -> str:
+    """The message of an error body, whichever of the known forms it has; the body's beginning otherwise."""
+    try:
+        body = msgspec.json.decode(content)
+    except UNREADABLE:
+        return content[:500].decode(errors="replace")
+    if isinstance(body, dict):
+        inner = body.get("error", body)
+        if isinstance(inner, dict):
+            inner = inner.get("message") or inner.get("detail") or inner
+        return str(inner)
+    return str(body)
+
+
+async def sse_payloads(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The payload of every complete `data:` event, as it arrives; comments are skipped.
+
+    Events are split here and not by `readline`, which refuses lines above 128 KiB: a long generation's are longer.
+    """
+    buffer = bytearray()
+    while chunk := await content.readany():
+        searched = max(0, len(buffer) - 1)
+        buffer += chunk
+        end = buffer.rfind(b"\n\n", searched)
+        if end < 0:
+            _check_size(buffer)
+            continue
+        events = bytes(buffer[:end])
+        del buffer[: end + 2]
+        for event in events.split(b"\n\n"):
+            if event.startswith(b"data: "):
+                yield event[len(b"data: ") :]

@@ -1,0 +1,158 @@
+"""What an SGLang server tells of the model that it serves.
+
+Invariants: the server is asked once, and again only by `refresh`; the weight version follows what is noted of it since.
+The size of the vocabulary, once known, stays that of the model of this name. It is 0 only of a server that was paused
+whenever it was asked, for a paused server holds the one question that tells it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from py_scheduler.adapters.http_client import LOST_CONNECTION, body_of, error_message
+from py_scheduler.domain.generation import LogProbKind, ModelInfo
+from py_scheduler.errors import EngineUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from py_scheduler.adapters.http_client import HttpClient
+    from py_scheduler.adapters.sglang.engine import SglangSettings
+
+logger = logging.getLogger(__name__)
+
+INPUT_MARGIN = 4
+"""Tokens that fit beside the longest input: two less than the model's context has, and the server silently generates
+fewer than asked for rather than use those two."""
+VALID_IDS = re.compile(r"valid range is \[0, (\d+)\)")
+VOCAB_QUESTION = {
+    "input_ids": [0],
+    "return_logprob": True,
+    "token_ids_logprob": [-1],
+    "sampling_params": {"max_new_tokens": 1},
+}
+"""No endpoint tells the size of the vocabulary, but the refusal of this does. Nothing is generated."""
+
+
+class ServedModel:
+    """Of the server at `base_url`, as its control addresses tell it."""
+
+    def __init__(self, base_url: str, controls: Sequence[HttpClient], settings: SglangSettings) -> None:
+        self.info: ModelInfo | None = None
+        self._base_url = base_url
+        self._controls = controls
+        self._settings = settings
+        self._asking = asyncio.Lock()
+        self._asking_vocabulary = asyncio.Lock()
+        self._ignores_seeds = False
+
+    async def known(self) -> ModelInfo:
+        """Raises EngineUnavailableError when the server has not told it yet and does not now."""
+        if self.info is None:
+            async with self._asking:
+                if self.info is None:
+                    self.info = await self._ask_info()
+        return self.info
+
+    async def refresh(self) -> ModelInfo:
+        async with self._asking:
+            self.info = await self._ask_info()
+        return self.info
+
+    async def with_vocabulary(self) -> ModelInfo:
+        """Waits for as long as the server is paused. Raises EngineUnavailableError."""
+        info = await self.known()
+        if not info.vocab_size:
+            async with self._asking_vocabulary:
+                if not (await self.known()).vocab_size:
+                    vocab_size = await self._ask_vocab_size()
+                    self.info = msgspec.structs.replace(await self.known(), vocab_size=vocab_size)
+                info = await self.known()
+        return info
+
+    def has_weights(self, version: str) -> None:
+        """That, it was seen to have."""
+        if self.info is not None and version != self.info.weight_version:
+            self.info = msgspec.structs.replace(self.info, weight_version=version)
+
+    def warn_of_ignored_seed(self) -> None:
+        """Once: the server takes a seed without a word and draws as it likes."""
+        if self._ignores_seeds:
+            self._ignores_seeds = False
+            logger.warning("%s ignores sampling_seed: start it with --enable-deterministic-inference", self._base_url)
+
+    async def ask(self, path: str, body: Any = None) -> Any:
+        """An idempotent call, with retries, by one worker after another. Raises EngineUnavailableError."""
+        retry, timeout = self._settings.retry, self._settings.control_timeout_seconds
+        failed = 0
+        while True:
+            client = self._controls[failed % len(self._controls)]
+            try:
+                if body is None:
+                    return await client.get_json(path, timeout_seconds=timeout)
+                return await client.post_json(path, body, timeout_seconds=timeout)
+            except EngineUnavailableError:
+                failed += 1
+                if failed >= retry.attempts:
+                    raise
+            await asyncio.sleep(retry.wait_seconds(failed))
+
+    async def _ask_info(self) -> ModelInfo:
+        model, server = await self.ask("/model_info"), await self.ask("/server_info")
+        try:
+            return await self._read_info(model, server)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineUnavailableError(f"{self._base_url} tells of its model in no known way: {error!r}") from error
+
+    async def _read_info(self, model: dict[str, Any], server: dict[str, Any]) -> ModelInfo:
+        if server.get("incremental_streaming_output"):
+            raise EngineUnavailableError(
+                f"{self._base_url} streams increments: start it without --incremental-streaming-output"
+            )
+        context_length = self._settings.context_length
+        if context_length is None and server.get("max_req_input_len") is not None:
+            # Not the model's context: the server may have memory for less than that.
+            context_length = int(server["max_req_input_len"]) + INPUT_MARGIN
+        if context_length is None:
+            raise EngineUnavailableError(f"{self._base_url} does not tell its context: set context_length")
+        self._ignores_seeds = not server.get("enable_deterministic_inference")
+        # The name that it was started with. In /model_info each update puts the path of its weights in its place.
+        name = str(server.get("served_model_name") or server["model_path"])
+        return ModelInfo(
+            name=name,
+            vocab_size=self._settings.vocab_size or self._vocab_size_of(name) or await self._ask_vocab_size_in_time(),
+            context_length=int(context_length),
+            weight_version=str(model.get("weight_version") or "default"),
+            log_prob_kind=LogProbKind.SAMPLED,
+            default_max_new_tokens=self._settings.default_max_new_tokens,
+        )
+
+    def _vocab_size_of(self, name: str) -> int:
+        return self.info.vocab_size if self.info is not None and self.info.name == name else 0
+
+    async def _ask_vocab_size_in_time(self) -> int:
+        try:
+            async with asyncio.timeout(self._settings.control_timeout_seconds):
+                return await self._ask_vocab_size()
+        except TimeoutError:
+            # It has just answered everything else, so it is paused, and what waits for it now waits for its trainer.
+            logger.warning("%s is paused: it holds what it is asked to generate until it continues", self._base_url)
+            return 0
+
+    async def _ask_vocab_size(self) -> int:
+        try:
+            async with self._controls[0].post("/generate", VOCAB_QUESTION) as response:
+                said = VALID_IDS.search(error_message(await body_of(response)))
+        except LOST_CONNECTION as error:
+            raise EngineUnavailableError(f"{self._base_url}: {error}") from error
+        if said is None:
+            raise EngineUnavailableError(
+                f"{self._base_url} does not tell the size of its vocabulary: set vocab_size, "
+                "which stands in the model's config.json"
+            )
+        return int(said[1])

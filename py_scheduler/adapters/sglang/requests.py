@@ -1,0 +1,53 @@
+"""What is sent to SGLang's /generate, and what a refusal of it means."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from py_scheduler.adapters.sglang.events import SERVER_ERRORS
+from py_scheduler.errors import ContextOverflowError, EngineRejectedError
+
+if TYPE_CHECKING:
+    from py_scheduler.adapters.sglang.engine import SglangSettings
+    from py_scheduler.domain.generation import GenerationRequest
+
+BAD_REQUEST, TOO_MANY_REQUESTS = 400, 429
+CONTEXT_OVERFLOW = re.compile(
+    r"Requested token count exceeds|longer than the model's context length|exceeds the maximum allowed length"
+)
+
+DUPLICATE_RID = re.compile("Duplicate request ID")
+
+
+class AttemptFailedError(Exception):
+    """Nothing of this attempt was received; the next may do better."""
+
+
+def generate_body(request: GenerationRequest, settings: SglangSettings) -> dict[str, Any]:
+    """The body of /generate, without rid. What the request leaves unsaid is left to the server, but for the length."""
+    sampling = {field: value for field, value in msgspec.structs.asdict(request.sampling).items() if value is not None}
+    sampling.setdefault("max_new_tokens", settings.default_max_new_tokens)
+    if settings.stream_interval is not None:
+        sampling["stream_interval"] = settings.stream_interval
+    body = {
+        "input_ids": list(request.token_ids),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": True,
+    }
+    return body | {"session_id": request.session_id} if request.session_id else body
+
+
+def refusal(status: int, message: str, *, of_router: bool) -> Exception:
+    """What a status other than 200 means for the request."""
+    if of_router and DUPLICATE_RID.search(message):
+        # The router has sent the request twice, to a worker that it thought had lost it.
+        return AttemptFailedError(message)
+    if status >= SERVER_ERRORS or status == TOO_MANY_REQUESTS:
+        return AttemptFailedError(f"status {status}: {message}")
+    if CONTEXT_OVERFLOW.search(message):
+        return ContextOverflowError(f"SGLang refused the request: {message}")
+    return EngineRejectedError(f"SGLang refused the request ({status}): {message}")

@@ -1,0 +1,1 @@
+"""The services, method by method: decode, call, encode."""

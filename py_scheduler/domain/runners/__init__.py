@@ -1,0 +1,1 @@
+"""Runners as they are seen from outside, and what children and server say to one another."""

@@ -1,0 +1,1 @@
+"""Small values and rules that everything else is made of."""

@@ -1,0 +1,1 @@
+"""Runners that are children outside the loop: processes and Ray actors."""

@@ -1,0 +1,1 @@
+"""The one place through which every episode generates."""

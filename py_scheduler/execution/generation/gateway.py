@@ -1,0 +1,304 @@
+"""The one place through which every episode generates: holds, caps, rids, aborts, and which weights are at work.
+
+Invariants
+
+- A generation is at its engine, or it is held in the queue of its role. While a role is paused none begins, and when a
+  pause or a place ends, those that were held longest begin first.
+- Roles that rest on one engine are paused together and share its weights.
+- Which weights there are, the gateway only notices: what changes `weight_epoch` its WeightLog decides (see
+  `domain.episodes.weight_history`).
+- The clock of an attempt's phase stands still from the pause, or from the generation's begin in it, to the resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from py_scheduler.domain.generation import FinishReason, Generation, GenerationState, PauseMode, WeightUpdate
+from py_scheduler.domain.ports import DerivedEngine, GenerationControl, ProbedEngine
+from py_scheduler.errors import (
+    EngineRejectedError,
+    EngineUnavailableError,
+    FailedPreconditionError,
+    GenerationError,
+    NotFoundError,
+)
+from py_scheduler.execution.generation.partial import NOTHING, joined, rest_of
+from py_scheduler.execution.generation.queue import Call, Role
+from py_scheduler.execution.generation.weights import EngineWeights, ForgetfulWeightLog
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping
+
+    from py_scheduler.domain.episodes.weight_history import WeightHistory
+    from py_scheduler.domain.generation import GenerationRequest
+    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.execution.generation.queue import StoppableClock
+    from py_scheduler.execution.generation.weights import WeightLog
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 3.0
+AnswerT = TypeVar("AnswerT")
+
+
+class GenerationGateway:
+    """Over the engines by role. limits: how many generations of a role may run at once; absent: any number.
+
+    log: where changes of weights are written down; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, GenerationEngine],
+        limits: Mapping[str, int] | None = None,
+        log: WeightLog | None = None,
+    ) -> None:
+        log = log or ForgetfulWeightLog()
+        bases = {name: _base_of(engine) for name, engine in engines.items()}
+        weights = {
+            id(base): EngineWeights(base, tuple([name for name in bases if bases[name] is base]), log)
+            for base in bases.values()
+        }
+        self._roles = {
+            name: Role(name, engine, weights[id(bases[name])], (limits or {}).get(name))
+            for name, engine in engines.items()
+        }
+        self._calls: dict[str, Call] = {}
+
+    # Generating
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._roles
+
+    @property
+    def any_is_up(self) -> bool:
+        """Whether there is an engine that is not known to be gone."""
+        engines = {id(role.weights): role.weights.engine for role in self._roles.values()}.values()
+        return any(not isinstance(engine, ProbedEngine) or engine.is_up for engine in engines)
+
+    def engine(self, role: str) -> GenerationEngine:
+        """For what needs no turn: encoding, and what the model is. Raises FailedPreconditionError."""
+        found = self._roles.get(role)
+        if found is None:
+            raise FailedPreconditionError(
+                f"no generation engine has the role {role!r} (configured: {self._known()}): add [generation.{role}]"
+            )
+        return found.engine
+
+    def weights(self, role: str) -> WeightHistory:
+        """Which weights a role has had. Raises NotFoundError."""
+        return self._known_role(role).weights.history
+
+    def have_same_weights(self, *roles: str) -> bool:
+        """Whether these roles rest on one engine."""
+        return len({id(self._known_role(role).weights) for role in roles}) == 1
+
+    async def generate(
+        self, role: str, request: GenerationRequest, *, clock: StoppableClock | None = None, resumes: bool = False
+    ) -> Generation:
+        """Generates when its turn comes. What a pause aborts is done again after it: from the tokens that were made and
+        with what they leave of the budget (`resumes`), or anew.
+
+        A finish reason ABORT means that `abort` ended it, or somebody else at the engine. Raises what the engine
+        raises, FailedPreconditionError for a role without engine, EngineRejectedError for a rid that is in use.
+        """
+        self.engine(role)
+        if request.rid in self._calls:
+            raise EngineRejectedError(f"rid {request.rid!r} is in use: give every generation a rid of its own")
+        call = self._calls[request.rid] = Call(self._roles[role], clock)
+        weights = call.role.weights
+        if clock is not None and weights.pause_mode is not None:
+            clock.stop_clock()
+        try:
+            return await self._generate(call, request, resumes=resumes)
+        finally:
+            del self._calls[request.rid]
+            if clock is not None and weights.pause_mode is not None:
+                clock.start_clock()
+
+    async def _generate(self, call: Call, request: GenerationRequest, *, resumes: bool) -> Generation:
+        role, rest, made = call.role, request, None
+        while role.entered(call) or await role.waited(call):
+            try:
+                call.is_at_engine, call.was_paused = True, False
+                generation = await role.engine.generate(rest)
+            except GenerationError as error:
+                if isinstance(error.partial, Generation):
+                    role.weights.observe(error.partial.weight_spans)
+                    error.partial = joined(made, error.partial)
+                else:
+                    error.partial = made
+                raise
+            finally:
+                call.is_at_engine = False
+                role.leave()
+            role.weights.observe(generation.weight_spans)
+            if generation.finish_reason is not FinishReason.ABORT or not call.was_paused or call.stop_asked:
+                return joined(made, generation)
+            budget = await _budget(role.engine, request) if resumes else None
+            if budget is not None:
+                made = joined(made, generation)
+                if len(made.token_ids) >= budget:
+                    return msgspec.structs.replace(made, finish_reason=FinishReason.LENGTH)
+                rest = rest_of(request, made, budget)
+        return made or NOTHING
+
+    async def abort(self, rid: str) -> None:
+        """Ends a generation, which returns what it has; one that is unknown or over is not an error."""
+        call = self._calls.get(rid)
+        if call is None:
+            return
+        call.stop_asked = True
+        if call.is_at_engine:
+            await call.role.engine.abort(rid)
+        else:
+            call.role.withdraw(call)
+
+    # Control
+
+    async def pause(self, role: str, mode: PauseMode) -> GenerationState:
+        """Holds new generations, then pauses the engine.
+
+        Raises NotFoundError for an unknown role, FailedPreconditionError for an engine that cannot be paused or is
+        paused in another mode, GenerationError; then nothing is held that was not before.
+        """
+        weights, control = self._controlled(role)
+        async with weights.changing:
+            before = weights.pause_mode
+            if before not in (None, mode):
+                # SGLang would wait for the end of what it has stopped itself, and answer no call any more.
+                raise FailedPreconditionError(f"role {role!r} is paused in mode {before}: continue first")
+            self._hold(weights, mode)
+            try:
+                await _asked(control.pause(mode), role, "pause")
+            except GenerationError:
+                if before is None:
+                    self._release(weights)
+                raise
+        return await self._known_state(self._roles[role])
+
+    async def resume(self, role: str) -> GenerationState:
+        """Lets the engine go on, paused or not, then what was held. Raises as `pause` does; all stays held then."""
+        weights, control = self._controlled(role)
+        async with weights.changing:
+            await _asked(control.resume(), role, "continue")
+            self._release(weights)
+        return await self._known_state(self._roles[role])
+
+    async def update_weights(self, role: str, update: WeightUpdate) -> GenerationState:
+        """Loads weights; those that are loaded already are not loaded again. Returns once the epoch is written down.
+
+        Raises as `pause` does, and ResourceExhaustedError while that cannot be.
+        """
+        weights, control = self._controlled(role)
+        async with weights.changing:
+            version = await _asked(control.weight_version(), role, "tell its weight version")
+            weights.saw(version)
+            if weights.confirmed != update or version != update.weight_version:
+                weights.confirmed = None
+                await _asked(control.update_weights(update), role, "load the weights")
+                weights.loaded(update)
+            # Whoever is told of an epoch finds it again.
+            await weights.log.committed()
+        return await self._known_state(self._roles[role])
+
+    async def states(self, *roles: str) -> list[GenerationState]:
+        """Of these roles, or of all. Looks at their engines: so a change of weights that nobody has told of is noticed,
+        also while nothing is generated. Raises NotFoundError.
+        """
+        known = [self._known_role(name) for name in roles or self._roles]
+        for weights in {id(role.weights): role.weights for role in known}.values():
+            await _look_at(weights)
+        return [await self._known_state(role) for role in known]
+
+    async def _known_state(self, role: Role) -> GenerationState:
+        weights = role.weights
+        if not weights.was_heard:
+            try:
+                weights.saw((await weights.engine.model_info()).weight_version)
+            except GenerationError as error:
+                logger.warning("the engine in role %s does not say what it serves: %s", role.name, error)
+        return GenerationState(
+            role=role.name,
+            pause_mode=weights.pause_mode,
+            weight_version=weights.history.version,
+            weight_epoch=weights.history.epoch,
+            running=role.running,
+            held=len(role.waiting),
+        )
+
+    def _hold(self, weights: EngineWeights, mode: PauseMode) -> None:
+        weights.pause_mode = mode
+        for role in self._roles.values():
+            if role.weights is weights:
+                role.take_back()
+        for call in self._calls.values():
+            if call.role.weights is weights:
+                call.was_paused = call.was_paused or (mode is PauseMode.ABORT and call.is_at_engine)
+                if call.clock is not None:
+                    call.clock.stop_clock()
+
+    def _release(self, weights: EngineWeights) -> None:
+        weights.pause_mode = None
+        for call in self._calls.values():
+            if call.role.weights is weights and call.clock is not None:
+                call.clock.start_clock()
+        for role in self._roles.values():
+            role.begin_held()
+
+    def _controlled(self, name: str) -> tuple[EngineWeights, GenerationControl]:
+        weights = self._known_role(name).weights
+        if not isinstance(weights.engine, GenerationControl):
+            raise FailedPreconditionError(
+                f"the engine in role {name!r} can be neither paused nor given other weights: serve its model with "
+                'SGLang, and set kind = "sglang"'
+            )
+        return weights, weights.engine
+
+    def _known_role(self, name: str) -> Role:
+        role = self._roles.get(name)
+        if role is None:
+            raise NotFoundError(f"no generation engine has the role {name!r} (configured: {self._known()})")
+        return role
+
+    def _known(self) -> str:
+        return ", ".join(self._roles) or "none"
+
+
+async def _look_at(weights: EngineWeights) -> None:
+    """Asks the engine which weights it has, if it can say. One that does not answer in time has told nothing."""
+    if not isinstance(weights.engine, GenerationControl):
+        return
+    try:
+        async with asyncio.timeout(_LOOK_SECONDS):
+            weights.saw(await weights.engine.weight_version())
+    except (GenerationError, TimeoutError) as error:
+        logger.warning("an engine does not say which weights it has: %r", error)
+
+
+def _base_of(engine: GenerationEngine) -> GenerationEngine:
+    """The engine that has the weights."""
+    while isinstance(engine, DerivedEngine):
+        engine = engine.base
+    return engine
+
+
+async def _budget(engine: GenerationEngine, request: GenerationRequest) -> int | None:
+    """How many new tokens a request gets in all; None when nobody knows."""
+    if request.sampling.max_new_tokens is not None:
+        return request.sampling.max_new_tokens
+    return (await engine.model_info()).default_max_new_tokens
+
+
+async def _asked(answer: Awaitable[AnswerT], role: str, what: str) -> AnswerT:
+    """What the engine answered. Its address is none of a client's business; the log has it."""
+    try:
+        return await answer
+    except EngineUnavailableError as error:
+        logger.warning("the engine in role %s did not %s: %s", role, what, error)
+        raise EngineUnavailableError(f"the engine in role {role!r} did not {what}: the log says why") from error

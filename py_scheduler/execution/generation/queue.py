@@ -1,0 +1,127 @@
+"""The queue in front of a role's engine.
+
+Invariants: a call is at its engine with a place, or awoken with a place, or waiting without one. Those that waited
+longest are woken first. While the role is paused none begins: what was woken and has not had its turn waits on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.execution.generation.weights import EngineWeights
+
+
+class StoppableClock(Protocol):
+    """The clock of a phase. Stopping twice, or starting what runs, changes nothing."""
+
+    def stop_clock(self) -> None: ...
+
+    def start_clock(self) -> None: ...
+
+
+class Call:
+    """One `generate`. woken: while it is held; True: it may begin. was_paused: a pause aborted it at its engine."""
+
+    __slots__ = ("clock", "is_at_engine", "role", "stop_asked", "was_paused", "woken")
+
+    def __init__(self, role: Role, clock: StoppableClock | None) -> None:
+        self.role = role
+        self.clock = clock
+        self.woken: asyncio.Future[bool] | None = None
+        self.is_at_engine = False
+        self.was_paused = False
+        self.stop_asked = False
+
+    def is_wanted(self) -> bool:
+        return not self.stop_asked
+
+
+class Role:
+    """The queue in front of an engine. limit: generations at once, None for no limit.
+
+    awoken: those that have a place and not had their turn since, in order.
+    """
+
+    __slots__ = ("awoken", "engine", "limit", "name", "running", "waiting", "weights")
+
+    def __init__(self, name: str, engine: GenerationEngine, weights: EngineWeights, limit: int | None) -> None:
+        self.name = name
+        self.engine = engine
+        self.weights = weights
+        self.limit = limit
+        self.running = 0
+        self.waiting: deque[Call] = deque()
+        self.awoken: dict[Call, None] = {}
+
+    @property
+    def may_begin(self) -> bool:
+        return self.weights.pause_mode is None and (self.limit is None or self.running < self.limit)
+
+    def entered(self, call: Call) -> bool:
+        """Takes a place if there is one. Apart from `waited`, so that nothing is awaited while nothing is held."""
+        if not (self.may_begin and call.is_wanted()):
+            return False
+        self.running += 1
+        return True
+
+    async def waited(self, call: Call) -> bool:
+        """Waits for a place and takes it; False, without a place, when the call is no longer wanted."""
+        if not call.is_wanted():
+            return False
+        call.woken = asyncio.get_running_loop().create_future()
+        self.waiting.append(call)
+        try:
+            has_place = await self._woken(call)
+        except asyncio.CancelledError:
+            if call in self.awoken:
+                del self.awoken[call]
+                self.leave()
+            elif call in self.waiting:
+                self.waiting.remove(call)
+                self.begin_held()
+            raise
+        finally:
+            call.woken = None
+        if has_place and not call.is_wanted():
+            self.leave()
+            return False
+        return has_place
+
+    async def _woken(self, call: Call) -> bool:
+        while (woken := call.woken) is not None:
+            has_place = await woken
+            if call.woken is woken:
+                self.awoken.pop(call, None)
+                return has_place
+        raise AssertionError("nobody else ends a wait")
+
+    def leave(self) -> None:
+        self.running -= 1
+        self.begin_held()
+
+    def begin_held(self) -> None:
+        while self.waiting and self.may_begin:
+            woken = self.waiting[0].woken
+            if woken is not None and not woken.done():
+                self.running += 1
+                woken.set_result(True)
+                self.awoken[self.waiting.popleft()] = None
+            else:  # cancelled, and on its way out of the queue
+                return
+
+    def take_back(self) -> None:
+        """A pause has come between the wake of some and their turn: they wait on, before all others."""
+        for call in [call for call in reversed(self.awoken) if call.is_wanted()]:
+            del self.awoken[call]
+            self.running -= 1
+            call.woken = asyncio.get_running_loop().create_future()
+            self.waiting.appendleft(call)
+
+    def withdraw(self, call: Call) -> None:
+        if call.woken is not None and not call.woken.done():
+            self.waiting.remove(call)
+            call.woken.set_result(False)

@@ -1,0 +1,82 @@
+"""An engine's weights and pause, whichever roles it is asked in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from py_scheduler.domain.episodes.weight_history import WeightHistory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from py_scheduler.domain.generation import PauseMode, WeightSpan, WeightUpdate
+    from py_scheduler.domain.ports import GenerationEngine
+
+
+class WeightLog(Protocol):
+    """Where changes of weights become facts. `roles` are always all those that rest on one engine."""
+
+    def history(self, roles: tuple[str, ...]) -> WeightHistory: ...
+
+    def has(self, roles: tuple[str, ...], version: str, *, is_confirmed: bool) -> None:
+        """The engine has these weights, which may be no news. is_confirmed: an update is known to have loaded them."""
+        ...
+
+    async def committed(self) -> None:
+        """Returns once what was said before survives a crash, as far as anything does."""
+        ...
+
+
+class ForgetfulWeightLog:
+    """Keeps what it is told for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._histories: dict[tuple[str, ...], WeightHistory] = {}
+
+    def history(self, roles: tuple[str, ...]) -> WeightHistory:
+        return self._histories.setdefault(roles, WeightHistory())
+
+    def has(self, roles: tuple[str, ...], version: str, *, is_confirmed: bool) -> None:
+        history = self.history(roles)
+        epoch = history.next_epoch(version, is_confirmed=is_confirmed)
+        if epoch is not None:
+            history.became(version, epoch)
+
+    async def committed(self) -> None: ...
+
+
+class EngineWeights:
+    """confirmed: the last update that the engine is known to have loaded; None when the last try did not end well.
+
+    changing: held by whoever pauses, resumes or updates. was_heard: whether it has itself said, since the start,
+    which weights it has: what is known of before a restart may be over.
+    """
+
+    def __init__(self, engine: GenerationEngine, roles: tuple[str, ...], log: WeightLog) -> None:
+        self.engine = engine
+        self.pause_mode: PauseMode | None = None
+        self.confirmed: WeightUpdate | None = None
+        self.changing = asyncio.Lock()
+        self.was_heard = False
+        self.log = log
+        self._roles = roles
+
+    @property
+    def history(self) -> WeightHistory:
+        return self.log.history(self._roles)
+
+    def observe(self, spans: Iterable[WeightSpan]) -> None:
+        """Something was generated with these."""
+        for span in spans:
+            self.saw(span.version)
+
+    def saw(self, version: str) -> None:
+        """A version that the engine names as its own; empty: it names none."""
+        if version:
+            self.was_heard = True
+            self.log.has(self._roles, version, is_confirmed=False)
+
+    def loaded(self, update: WeightUpdate) -> None:
+        self.confirmed = update
+        self.log.has(self._roles, update.weight_version, is_confirmed=True)

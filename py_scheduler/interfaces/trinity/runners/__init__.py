@@ -1,0 +1,1 @@
+"""Runners of Trinity's Scheduler: in the loop, or processes."""

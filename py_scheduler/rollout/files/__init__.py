@@ -1,0 +1,1 @@
+"""What a training loop writes down, and how it is read back."""

@@ -1,0 +1,1 @@
+"""Where a loop's tasks come from."""

@@ -1,0 +1,1 @@
+"""Room for schedulers that live elsewhere."""

@@ -1,0 +1,167 @@
+"""What the ledger can be told. A command is a wish; the ledger answers with the events that it makes of it, maybe
+none.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from py_scheduler.domain.collecting import UnfinishedTask
+from py_scheduler.domain.events import AttemptRef, Moment, StopCause
+from py_scheduler.domain.results import AttemptState, Reward, SampleDone
+from py_scheduler.domain.task import SubmissionKey, Task
+from py_scheduler.domain.training.iteration import IterationContext
+
+
+class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
+    """Takes tasks in. `fresh_submission_id` is used when the key has no submission yet.
+
+    group_scored: the task types whose handler scores groups. is_collected: whether their results are kept until they
+    are collected.
+    """
+
+    request_id: str
+    request_digest: bytes
+    key: SubmissionKey
+    tasks: tuple[Task, ...]
+    fresh_submission_id: str
+    unix_seconds: float
+    iteration: IterationContext | None = None
+    group_scored: frozenset[str] = frozenset()
+    is_collected: bool = False
+    moment: Moment | None = None
+
+
+class LeaseAttempts(msgspec.Struct, frozen=True, gc=False):
+    """A batch got its lease."""
+
+    attempts: tuple[AttemptRef, ...]
+
+
+class StartAttempt(msgspec.Struct, frozen=True, gc=False):
+    """A worker is about to run an attempt."""
+
+    ref: AttemptRef
+    node_ip: str
+    gpu_ids: tuple[int, ...]
+    unix_seconds: float
+
+
+class EndAttempt(msgspec.Struct, frozen=True, gc=False):
+    """An attempt is over. `samples` may be fewer than the SubTask has: the ledger fills in the rest.
+
+    is_stop_confirmed: False when its handler may still be at work; no other attempt is started beside it then.
+    """
+
+    ref: AttemptRef
+    state: AttemptState
+    samples: tuple[SampleDone, ...]
+    message: str
+    unix_seconds: float
+    is_stop_confirmed: bool = True
+    payload: bytes = b""
+    running_seconds: float = 0.0
+
+
+class ScoreGroup(msgspec.Struct, frozen=True, gc=False):
+    """The handler's word on all samples of a task: a reward to each, in the order of sample_no, or why there is none.
+
+    Without both the samples keep their own rewards. solve_threshold: what a score must reach for its sample to be
+    `solved`.
+    """
+
+    task_id: str
+    rewards: tuple[Reward, ...]
+    error: str
+    solve_threshold: float
+    unix_seconds: float
+
+
+class InterruptAttempt(msgspec.Struct, frozen=True, gc=False):
+    """The server ended while an attempt was under way; found at its next start. Uses up no retry."""
+
+    ref: AttemptRef
+    unix_seconds: float
+
+
+class ChangeWeights(msgspec.Struct, frozen=True, gc=False):
+    """An engine has these weights. roles: those that rest on it.
+
+    is_confirmed: whether an update is known to have loaded them; else something was generated with them.
+    """
+
+    roles: tuple[str, ...]
+    weight_version: str
+    is_confirmed: bool
+    unix_seconds: float
+
+
+class ResumeTraining(msgspec.Struct, frozen=True, gc=False):
+    """A namespace's trainer starts, or starts again from a checkpoint."""
+
+    unix_seconds: float
+
+
+class StopTasks(msgspec.Struct, frozen=True, gc=False):
+    """Stops the open tasks of a submission, or those that are named.
+
+    keeps_results, restarts_runners, request_id, request_digest: see `AbortRequested`.
+    """
+
+    submission_id: str
+    task_ids: tuple[str, ...]
+    cause: StopCause
+    reason: str
+    unix_seconds: float
+    keeps_results: bool = False
+    restarts_runners: bool = False
+    request_id: str = ""
+    request_digest: bytes = b""
+
+
+class CollectResults(msgspec.Struct, frozen=True, gc=False):
+    """Hands out what a submission keeps: its oldest results, at most `max_num` of them (None: all).
+
+    unfinished, warnings, is_timed_out: what the call is told beside them.
+    """
+
+    submission_id: str
+    request_id: str
+    max_num: int | None
+    unfinished: tuple[UnfinishedTask, ...]
+    warnings: tuple[str, ...]
+    unix_seconds: float
+    is_timed_out: bool = False
+
+
+class AcknowledgeResults(msgspec.Struct, frozen=True, gc=False):
+    """What was handed out under this request id has arrived."""
+
+    namespace: str
+    request_id: str
+    unix_seconds: float
+
+
+class DiscardResults(msgspec.Struct, frozen=True, gc=False):
+    """Forgets what a submission keeps."""
+
+    submission_id: str
+    unix_seconds: float
+    request_id: str = ""
+    request_digest: bytes = b""
+
+
+Command = (
+    AcceptTasks
+    | LeaseAttempts
+    | StartAttempt
+    | EndAttempt
+    | ScoreGroup
+    | InterruptAttempt
+    | StopTasks
+    | CollectResults
+    | AcknowledgeResults
+    | DiscardResults
+    | ChangeWeights
+    | ResumeTraining
+)

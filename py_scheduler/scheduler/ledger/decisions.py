@@ -1,0 +1,231 @@
+"""What a command makes of the present state: command -> events. Looks, and changes nothing.
+
+What an attempt's end comes to is said in `endings`, what becomes of kept results in `kept_results`.
+
+Invariants
+  1. A command about an attempt that is over, or has given way to the next, makes no event (fencing).
+  2. A task that is to be stopped never starts an attempt again.
+  3. A call that is sent again under its request id accepts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from py_scheduler.domain.evaluator import STUDENT
+from py_scheduler.domain.events import (
+    AbortRequested,
+    AcceptedTask,
+    AttemptsLeased,
+    AttemptStarted,
+    Event,
+    TasksAccepted,
+    TrainingResumed,
+    WeightsChanged,
+)
+from py_scheduler.domain.results import AttemptState
+from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
+from py_scheduler.scheduler.ledger.commands import (
+    AcceptTasks,
+    AcknowledgeResults,
+    ChangeWeights,
+    CollectResults,
+    DiscardResults,
+    EndAttempt,
+    InterruptAttempt,
+    LeaseAttempts,
+    ResumeTraining,
+    ScoreGroup,
+    StartAttempt,
+    StopTasks,
+)
+from py_scheduler.scheduler.ledger.endings import (
+    end_waiting,
+    ended,
+    final_samples,
+    group_done,
+    may_refill,
+    may_retry,
+    succeeded_among,
+    task_done,
+)
+from py_scheduler.scheduler.ledger.records import LIVE, WAITING, SubmissionRecord, task_id_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from py_scheduler.scheduler.ledger.state import LedgerState
+
+# Members by name: Python 3.11 looks them up through the metaclass, five times slower, and these are on the way of
+# every sample.
+_SUCCEEDED: Final = AttemptState.SUCCEEDED
+_LOST: Final = AttemptState.LOST
+
+
+class Decisions:
+    """About one ledger's state. `by_command`: what decides, by the type of command."""
+
+    def __init__(self, state: LedgerState) -> None:
+        self._state = state
+        self.by_command: Mapping[type, Callable[..., list[Event]]] = {
+            AcceptTasks: self._accept,
+            LeaseAttempts: self._lease,
+            StartAttempt: self._start,
+            EndAttempt: self._end,
+            ScoreGroup: self._score,
+            InterruptAttempt: self._interrupt,
+            ChangeWeights: self._change_weights,
+            ResumeTraining: self._resume,
+            StopTasks: self._stop,
+            CollectResults: state.results.decide_collect,
+            AcknowledgeResults: state.results.decide_acknowledge,
+            DiscardResults: state.results.decide_discard,
+        }
+
+    def _accept(self, command: AcceptTasks) -> list[Event]:
+        namespace = command.key.namespace
+        if self._state.requests.repeated(namespace, command.request_id, command.request_digest) is not None:
+            return []
+        submission = self._state.submission_of_key(command.key)
+        if submission is not None and submission.is_drained:
+            submission = None
+        _check_client_keys(submission, command)
+        submission_id = submission.submission_id if submission else command.fresh_submission_id
+        first_no = submission.next_task_no if submission else 0
+        accepted = tuple(
+            AcceptedTask(task_id_of(submission_id, number), task) for number, task in enumerate(command.tasks, first_no)
+        )
+        return [
+            TasksAccepted(
+                submission_id=submission_id,
+                namespace=namespace,
+                batch_id=command.key.batch_id,
+                request_id=command.request_id,
+                request_digest=command.request_digest,
+                tasks=accepted,
+                unix_seconds=command.unix_seconds,
+                iteration=command.iteration,
+                group_scored=command.group_scored,
+                is_collected=command.is_collected,
+                moment=command.moment,
+            )
+        ]
+
+    def _lease(self, command: LeaseAttempts) -> list[Event]:
+        task_at = self._state.task_at
+        leasable = tuple([ref for ref in dict.fromkeys(command.attempts) if task_at(ref, WAITING) is not None])
+        return [AttemptsLeased(attempts=leasable)] if leasable else []
+
+    def _start(self, command: StartAttempt) -> list[Event]:
+        ref = command.ref
+        task = self._state.task_at(ref, WAITING)
+        if task is None:
+            return []
+        return [
+            AttemptStarted(
+                submission_id=task.submission.submission_id,
+                task_id=ref.task_id,
+                subtask_no=ref.subtask_no,
+                attempt_no=ref.attempt_no,
+                node_ip=command.node_ip,
+                gpu_ids=command.gpu_ids,
+                unix_seconds=command.unix_seconds,
+            )
+        ]
+
+    def _end(self, command: EndAttempt) -> list[Event]:
+        ref, state = command.ref, command.state
+        task = self._state.task_at(ref, LIVE)
+        if task is None:
+            return []
+        subtask = task.subtasks[ref.subtask_no]
+        if command.is_stop_confirmed and state is not _SUCCEEDED:
+            if may_refill(task, subtask, command):
+                return [ended(task, command, (), ref.attempt_no + 1, is_refill=True)]
+            if may_retry(task, subtask, command):
+                return [ended(task, command, (), ref.attempt_no + 1)]
+        if state is _LOST and subtask.losses:
+            command = _quarantined(command, subtask.losses + 1)
+        samples = final_samples(task, subtask, command)
+        events: list[Event] = [ended(task, command, samples, 0)]
+        if task.open_subtasks == 1:
+            succeeded = succeeded_among(task, state, samples)
+            if task.group_samples is None or task.stop_cause is not None or not task.succeeded_samples + succeeded:
+                events.append(task_done(task, samples, succeeded, command.message, command.unix_seconds))
+        return events
+
+    def _score(self, command: ScoreGroup) -> list[Event]:
+        task = self._state.task(command.task_id)
+        return [group_done(task, command)] if task is not None and task.awaits_group_score else []
+
+    def _interrupt(self, command: InterruptAttempt) -> list[Event]:
+        ref = command.ref
+        end = EndAttempt(ref, AttemptState.LOST, (), "the server was restarted", command.unix_seconds)
+        task = self._state.task_at(ref, LIVE)
+        if task is None or task.stop_cause is not None:
+            return self._end(end)
+        return [ended(task, end, (), ref.attempt_no + 1, is_counted=False)]
+
+    def _change_weights(self, command: ChangeWeights) -> list[Event]:
+        version = command.weight_version
+        epoch = self._state.weights_of(command.roles).next_epoch(version, is_confirmed=command.is_confirmed)
+        if epoch is None:
+            return []
+        return [
+            WeightsChanged(roles=command.roles, weight_version=version, epoch=epoch, unix_seconds=command.unix_seconds)
+        ]
+
+    def _resume(self, command: ResumeTraining) -> list[Event]:
+        return [TrainingResumed(epoch=self._state.weights_of((STUDENT,)).epoch, unix_seconds=command.unix_seconds)]
+
+    def _stop(self, command: StopTasks) -> list[Event]:
+        submission = self._state.submission(command.submission_id)
+        if submission is None:  # All of it ended meanwhile, and so it was forgotten.
+            return []
+        named = dict.fromkeys(command.task_ids) or submission.open_tasks
+        tasks = [task for task_id in named if (task := submission.open_tasks.get(task_id)) and task.stop_cause is None]
+        if not tasks and not command.request_id:
+            return []
+        # A call that found nothing to stop is remembered too: sent again, it must not stop what has come since.
+        events: list[Event] = [
+            AbortRequested(
+                submission_id=command.submission_id,
+                task_ids=tuple(task.task_id for task in tasks),
+                cause=command.cause,
+                reason=command.reason,
+                unix_seconds=command.unix_seconds,
+                keeps_results=command.keeps_results,
+                restarts_runners=command.restarts_runners,
+                request_id=command.request_id,
+                request_digest=command.request_digest,
+            )
+        ]
+        for task in tasks:
+            events.extend(end_waiting(task, command))
+        return events
+
+
+def _check_client_keys(submission: SubmissionRecord | None, command: AcceptTasks) -> None:
+    live = submission.client_keys if submission else frozenset[str]()
+    seen: set[str] = set()
+    for number, task in enumerate(command.tasks):
+        key = task.client_key
+        if not key:
+            continue
+        if key in live:
+            raise AlreadyExistsError(
+                f"tasks[{number}].client_key: {key!r} belongs to an open task of batch_id {command.key.batch_id!r} "
+                f"in namespace {command.key.namespace!r}, perhaps another client's: take another key, batch_id or "
+                "namespace, or send the same request_id again to repeat a submit"
+            )
+        if key in seen:
+            raise InvalidArgumentError(f"{key!r} stands twice in this request", f"tasks[{number}].client_key")
+        seen.add(key)
+
+
+def _quarantined(command: EndAttempt, losses: int) -> EndAttempt:
+    """What keeps losing its workers is not given another one."""
+    message = f"quarantined, it lost its worker {losses} times: {command.message}"
+    return msgspec.structs.replace(command, message=message)

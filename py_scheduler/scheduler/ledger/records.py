@@ -1,0 +1,204 @@
+"""The ledger's own records: private to it and mutable, changed by `Ledger.apply` alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from py_scheduler.domain.collecting import TaskResult, UnfinishedTask
+from py_scheduler.domain.events import Moment, StopCause
+from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
+from py_scheduler.domain.task import SubmissionKey, Task, sort_batch_id
+from py_scheduler.domain.training.iteration import IterationContext
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WAITING: Final = (AttemptState.QUEUED, AttemptState.LEASED)
+"""The states of an attempt that is still to be started."""
+LIVE: Final = (AttemptState.RUNNING, *WAITING)
+_MAX_DIGITS = 18
+
+
+def task_id_of(submission_id: str, number: int) -> str:
+    """The id of a submission's task; numbers count from 0 over all of its calls."""
+    return f"{submission_id}-{number}"
+
+
+def submission_and_number(task_id: str) -> tuple[str, int]:
+    """What `task_id_of` made the id of; the number is -1 for what is no id of a task."""
+    submission_id, _, number = task_id.rpartition("-")
+    is_number = number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS and str(int(number)) == number
+    return submission_id, int(number) if is_number else -1
+
+
+class SubTaskRecord(msgspec.Struct, gc=False):
+    """Samples [first_sample_no, first_sample_no + sample_count) of a task, and the latest try at them."""
+
+    first_sample_no: int
+    sample_count: int
+    attempt_no: int = 1
+    state: AttemptState = AttemptState.QUEUED
+    failures: int = 0
+    losses: int = 0
+    refills: int = 0
+    running_seconds: float = 0.0
+
+
+class TaskRecord(msgspec.Struct, gc=False):
+    """An open task. It is dropped from the ledger with its TaskDone.
+
+    group_samples: its final samples, for the handler that scores them together; None when it scores none.
+    staged: what its result is to be made of; None when nobody will collect it.
+    accepted_at: from when its deadline counts; None when it has none.
+    """
+
+    task_id: str
+    task: Task
+    submission: SubmissionRecord
+    subtasks: list[SubTaskRecord]
+    open_subtasks: int
+    accepted_unix_seconds: float
+    succeeded_samples: int = 0
+    outcomes: dict[Outcome, int] = {}
+    stop_cause: StopCause | None = None
+    reason: str = ""
+    iteration: IterationContext | None = None
+    group_samples: list[SampleDone] | None = None
+    staged: StagedResult | None = None
+    accepted_at: Moment | None = None
+
+    @property
+    def awaits_group_score(self) -> bool:
+        """Whether its samples are all there and their score as a group is not."""
+        return self.open_subtasks == 0
+
+
+def new_task(task_id: str, task: Task, submission: SubmissionRecord, unix_seconds: float) -> TaskRecord:
+    """A fresh record, its samples split into SubTasks as its config says."""
+    samples = task.config.repeat_times
+    size = task.config.max_samples_per_subtask or samples
+    if size == 1:
+        subtasks = [SubTaskRecord(sample_no, 1) for sample_no in range(samples)]
+    else:
+        subtasks = [SubTaskRecord(first, min(size, samples - first)) for first in range(0, samples, size)]
+    return TaskRecord(task_id, task, submission, subtasks, len(subtasks), unix_seconds)
+
+
+class StagedResult(msgspec.Struct, gc=False):
+    """What the ended SubTasks of an open task leave for its result, in the order in which they ended.
+
+    keeps_result: whether the task leaves a result although it is stopped on request.
+    """
+
+    samples: list[SampleDone] = []
+    payloads: list[bytes] = []
+    subtask_seconds: list[float] = []
+    keeps_result: bool = True
+
+
+class CollectedSet(msgspec.Struct, frozen=True, gc=False):
+    """What one call was handed out, until it is acknowledged."""
+
+    submission_id: str
+    results: tuple[TaskResult, ...]
+    unfinished: tuple[UnfinishedTask, ...]
+    warnings: tuple[str, ...]
+    is_timed_out: bool
+
+
+class KeptState(msgspec.Struct, gc=False):
+    """What a submission keeps for whoever collects it. Changed by `KeptResults` alone.
+
+    open_tasks: how many of its open tasks will be collected. scheduled_tasks: submitted since its results were last
+    discarded; returned_tasks: of these, how many were handed out.
+    collectable: results that are kept until they are handed out, in the order in which their tasks ended.
+    unacknowledged: what was handed out, by request id. size: bytes of both, about.
+    """
+
+    is_collected: bool = False
+    is_eval: bool = False
+    open_tasks: int = 0
+    scheduled_tasks: int = 0
+    returned_tasks: int = 0
+    collectable: dict[str, TaskResult] = {}
+    unacknowledged: dict[str, CollectedSet] = {}
+    size: int = 0
+
+    def results(self) -> Iterator[TaskResult]:
+        """All that are kept."""
+        yield from self.collectable.values()
+        for collected in self.unacknowledged.values():
+            yield from collected.results
+
+
+class SubmissionRecord:
+    """Everything under one key, counted by state. `open_tasks` holds what has no TaskDone yet, `requests` what was
+    answered, by request id; `last_sequence` is that of the last event that changed it.
+    """
+
+    __slots__ = (
+        "attempts_in",
+        "batch_key",
+        "client_keys",
+        "done_tasks",
+        "kept",
+        "key",
+        "last_sequence",
+        "next_task_no",
+        "open_tasks",
+        "requests",
+        "submission_id",
+    )
+
+    def __init__(self, submission_id: str, key: SubmissionKey) -> None:
+        self.submission_id = submission_id
+        self.key = key
+        self.batch_key = sort_batch_id(key.batch_id)
+        self.next_task_no = 0
+        self.open_tasks: dict[str, TaskRecord] = {}
+        self.client_keys: set[str] = set()
+        self.requests: dict[str, RequestRecord] = {}
+        self.last_sequence = 0
+        self.attempts_in = dict.fromkeys(AttemptState, 0)
+        self.done_tasks = dict.fromkeys(TaskState, 0)
+        self.kept = KeptState()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it waits, runs or is to be collected."""
+        return not self.open_tasks and not self.kept.collectable
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it was to be collected, and all of it was: its batch_id may be used again."""
+        return self.kept.is_collected and self.is_over
+
+    @property
+    def is_forgettable(self) -> bool:
+        """Whether nobody will ask for anything of it any more, but perhaps how it went."""
+        return self.is_over and not self.kept.unacknowledged
+
+    def has_had(self, task_id: str) -> bool:
+        """Whether the id is of one of its tasks, open or done."""
+        submission_id, number = submission_and_number(task_id)
+        return submission_id == self.submission_id and 0 <= number < self.next_task_no
+
+
+class RequestRecord(msgspec.Struct, frozen=True, gc=False):
+    """What one call under a request id did, for the same call sent again: the tasks that it took in, numbered on from
+    one; or, of a call that stops tasks or forgets results, the tasks that were there then, and how many it stopped.
+    """
+
+    digest: bytes
+    submission_id: str
+    first_task_no: int
+    task_count: int
+    before_sequence: int
+    stopped_tasks: int = 0
+
+    @property
+    def task_ids(self) -> tuple[str, ...]:
+        numbers = range(self.first_task_no, self.first_task_no + self.task_count)
+        return tuple([task_id_of(self.submission_id, number) for number in numbers])

@@ -1,0 +1,138 @@
+"""What the ledger knows, and what can be asked of it. Nothing here changes any of it: `Ledger.apply` alone does.
+
+Invariants
+  1. A task is here exactly as long as it is open, and `open_samples` and `open_tasks_in` count these.
+  2. A key finds the newest of the submissions that had it.
+  3. What lies in another namespace than the one that is asked about is not found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.results import AttemptState
+from py_scheduler.domain.task import SubmissionKey
+from py_scheduler.errors import NotFoundError
+from py_scheduler.scheduler.ledger.kept_results import KeptResults
+from py_scheduler.scheduler.ledger.records import WAITING, SubmissionRecord, TaskRecord
+from py_scheduler.scheduler.ledger.remembered import RememberedRequests
+from py_scheduler.scheduler.ledger.service_facts import ServiceFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from py_scheduler.domain.collecting import CollectRequest
+    from py_scheduler.domain.episodes.weight_history import WeightHistory
+    from py_scheduler.domain.requests import SubmissionSelector
+    from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
+
+
+class LedgerState:
+    """All open tasks, and the finished submissions that are still remembered."""
+
+    def __init__(self) -> None:
+        self.last_sequence = 0
+        """Of the journalled events that were applied."""
+        self.open_samples = 0
+        """Planned samples of open tasks."""
+        self._open_tasks_in: Counter[str] = Counter()
+        """Open tasks by namespace; those that have none are left out."""
+        self._tasks: dict[str, TaskRecord] = {}
+        self._submissions: dict[str, SubmissionRecord] = {}
+        self._by_key: dict[SubmissionKey, SubmissionRecord] = {}
+        self.results = KeptResults(self._submissions)
+        self.requests = RememberedRequests()
+        self.service = ServiceFacts()
+
+    # Tasks and attempts
+
+    @property
+    def open_tasks(self) -> int:
+        return len(self._tasks)
+
+    def open_tasks_in(self, namespace: str) -> int:
+        return self._open_tasks_in[namespace]
+
+    def task(self, task_id: str) -> TaskRecord | None:
+        """The record of an open task; None once it is done."""
+        return self._tasks.get(task_id)
+
+    def open_task(self, task_id: str) -> TaskRecord:
+        """The record of a task that is known to be open."""
+        return self._tasks[task_id]
+
+    def task_at(self, ref: AttemptRef, states: tuple[AttemptState, ...]) -> TaskRecord | None:
+        """The task of an attempt that is in one of these states; None too when it is not its SubTask's latest."""
+        task = self._tasks.get(ref.task_id)
+        if task is None:
+            return None
+        subtask = task.subtasks[ref.subtask_no]
+        return task if subtask.attempt_no == ref.attempt_no and subtask.state in states else None
+
+    def is_waiting(self, ref: AttemptRef) -> bool:
+        """Whether this attempt is still to be started."""
+        return self.task_at(ref, WAITING) is not None
+
+    def running_attempts(self, task_id: str) -> list[AttemptRef]:
+        task = self._tasks.get(task_id)
+        if task is None:
+            return []
+        return [
+            AttemptRef(task_id, subtask_no, subtask.attempt_no)
+            for subtask_no, subtask in enumerate(task.subtasks)
+            if subtask.state is AttemptState.RUNNING
+        ]
+
+    # Submissions
+
+    def submission(self, submission_id: str) -> SubmissionRecord | None:
+        return self._submissions.get(submission_id)
+
+    def submission_of_key(self, key: SubmissionKey) -> SubmissionRecord | None:
+        return self._by_key.get(key)
+
+    def find(self, selector: SubmissionSelector | CollectRequest) -> SubmissionRecord | None:
+        """Which submission is meant: by its own id, or else by the batch_id that its trainer gave it."""
+        if selector.submission_id:
+            submission = self._submissions.get(selector.submission_id)
+            return submission if submission and submission.key.namespace == selector.namespace else None
+        if selector.batch_id is None:
+            return None
+        return self._by_key.get(SubmissionKey(selector.batch_id, selector.namespace))
+
+    def require(self, selector: SubmissionSelector) -> SubmissionRecord:
+        """As `find`. Raises NotFoundError."""
+        submission = self.find(selector)
+        if submission is not None:
+            return submission
+        if selector.submission_id:
+            raise NotFoundError(
+                f"no submission has the id {selector.submission_id!r} in namespace {selector.namespace!r}"
+            )
+        if selector.batch_id is None:
+            raise NotFoundError("name a submission_id or a batch_id")
+        message = f"no submission is known as {selector.batch_id!r} in namespace {selector.namespace!r}"
+        for key, other in self._by_key.items():
+            if key.namespace == selector.namespace and str(key.batch_id) == str(selector.batch_id):
+                message += f"; {other.submission_id} is known as {key.batch_id!r}, which is another label"
+        raise NotFoundError(message)
+
+    def submissions(self) -> list[SubmissionRecord]:
+        """The open ones, and the finished ones that are still remembered."""
+        return list(self._submissions.values())
+
+    def open_submissions(self) -> list[SubmissionRecord]:
+        return [submission for submission in self._submissions.values() if submission.open_tasks]
+
+    # The service as a whole
+
+    def weights_of(self, roles: Iterable[str]) -> WeightHistory:
+        """The history of the engine that these roles rest on. Where each had one of its own before, the longer one."""
+        return self.service.weights_of(roles)
+
+    @property
+    def history(self) -> TrainingHistory:
+        """What training came to so far."""
+        return self.service.history

@@ -1,0 +1,157 @@
+"""Stands before the ready queue, and keeps training there whose samples would be too stale when they are trained on.
+
+Invariants
+  1. Evals, namespaces without a limit, and attempts of samples that were begun before never wait here, also when that
+     was before a restart.
+  2. A sample counts as running from when its batch is let through until its SampleDone, whatever attempts that takes:
+     so a retry is never held back by what came after it.
+  3. Whatever could open the gate, tells: a change of weights, a resume, and the end of a sample that cannot be trained
+     on.
+
+Batches go through whole, while the rule admits one sample: to hold one back that only partly fits could leave a step
+incomplete for ever. So the count may go past its limit by less than one batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler.domain.evaluator import EvaluatorSpec
+from py_scheduler.domain.events import AttemptEnded, TrainingResumed, WeightsChanged
+from py_scheduler.execution.attempt import PlannedAttempt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from py_scheduler.domain.events import Event
+    from py_scheduler.scheduler.ledger.state import LedgerState
+
+_KEEP_ENDED = 64
+HeldOrder = tuple[float, int, int]
+
+
+class HeldBatch(msgspec.Struct, frozen=True, gc=False):
+    """A batch that is not in the queue yet. queued_at: monotonic seconds. Some of it may have been ended meanwhile."""
+
+    spec: EvaluatorSpec
+    attempts: list[PlannedAttempt]
+    queued_at: float
+
+    @property
+    def submission_id(self) -> str:
+        return self.attempts[0].submission_id
+
+    @property
+    def namespace(self) -> str:
+        return self.attempts[0].namespace
+
+
+class _Line:
+    """One namespace's training. through: samples of each subtask that was let through and has not ended."""
+
+    __slots__ = ("ended", "held", "held_attempts", "running", "through")
+
+    def __init__(self) -> None:
+        self.held: list[tuple[HeldOrder, HeldBatch]] = []
+        self.held_attempts = 0
+        self.through: dict[tuple[str, int], int] = {}
+        self.running = 0
+        self.ended = 0
+        """Attempts that ended while they were held, and may still lie there."""
+
+    def let_through(self, attempts: list[PlannedAttempt]) -> None:
+        for attempt in attempts:
+            self.through[attempt.ref.task_id, attempt.ref.subtask_no] = attempt.sample_count
+            self.running += attempt.sample_count
+
+
+class StalenessGate:
+    """namespaces: those with a limit, whose windows the ledger counts. `apply` takes every event behind the ledger.
+
+    opened: called when something that is held may go.
+    """
+
+    def __init__(self, ledger: LedgerState, namespaces: Iterable[str]) -> None:
+        self._ledger = ledger
+        self._lines = {namespace: _Line() for namespace in namespaces}
+        self._arrivals = itertools.count()
+        self.opened: Callable[[], None] = lambda: None
+
+    # What happens
+
+    def apply(self, event: Event, namespace: str) -> None:
+        if type(event) is AttemptEnded:
+            line = self._lines.get(namespace)
+            if line is not None and not event.next_attempt_no:
+                self._ended(line, event)
+        elif type(event) is WeightsChanged or type(event) is TrainingResumed:
+            self.opened()
+
+    def _ended(self, line: _Line, event: AttemptEnded) -> None:
+        count = line.through.pop((event.task_id, event.subtask_no), 0)
+        line.running -= count
+        if not count and line.held:
+            line.ended += 1
+            if 2 * line.ended > _KEEP_ENDED + line.held_attempts:
+                self._forget_ended(line)
+        if line.held:
+            self.opened()
+
+    # In and out
+
+    def hold(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], queued_at: float) -> list[PlannedAttempt]:
+        """Takes what it has a say in of a batch; the rest, which may go at once."""
+        first = attempts[0]
+        line = self._lines.get(first.namespace)
+        if line is None or first.task.config.is_eval:
+            return attempts
+        # After a restart: what an earlier process has begun it had let through, and a step may be waiting for it.
+        begun = [attempt for attempt in attempts if attempt.ref.attempt_no > 1]
+        line.let_through(begun)
+        new = [attempt for attempt in attempts if attempt.ref.attempt_no == 1] if begun else attempts
+        if new:
+            order = (*first.batch_key, next(self._arrivals))
+            heapq.heappush(line.held, (order, HeldBatch(spec, new, queued_at)))
+            line.held_attempts += len(new)
+        return begun
+
+    def let_go(self) -> Iterator[HeldBatch]:
+        """What the rule admits now, in the order of service, as what counts as running from now on."""
+        windows = self._ledger.service.windows
+        for namespace, line in self._lines.items():
+            while line.held and windows[namespace].admits(line.running):
+                batch = heapq.heappop(line.held)[1]
+                line.held_attempts -= len(batch.attempts)
+                for live in self._live(batch):
+                    line.let_through(live.attempts)
+                    yield live
+
+    def _live(self, batch: HeldBatch) -> Iterator[HeldBatch]:
+        """What is still to be run of it, if anything is."""
+        attempts = [attempt for attempt in batch.attempts if self._ledger.is_waiting(attempt.ref)]
+        if attempts:
+            yield HeldBatch(batch.spec, attempts, batch.queued_at)
+
+    def _forget_ended(self, line: _Line) -> None:
+        line.held = [(order, live) for order, batch in line.held for live in self._live(batch)]
+        heapq.heapify(line.held)
+        line.held_attempts = sum([len(batch.attempts) for _, batch in line.held])
+        line.ended = 0
+
+    # Questions
+
+    def held(self, namespace: str) -> list[HeldBatch]:
+        """What is held, in the order in which it will go."""
+        line = self._lines.get(namespace)
+        if line is None:
+            return []
+        return [live for _, batch in sorted(line.held, key=lambda item: item[0]) for live in self._live(batch)]
+
+    def reason(self, namespace: str) -> str:
+        """Why what is held of a namespace waits; empty for one without a limit."""
+        line = self._lines.get(namespace)
+        return self._ledger.service.windows[namespace].describe(line.running) if line is not None else ""

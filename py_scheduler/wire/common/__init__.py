@@ -1,0 +1,1 @@
+"""What every message needs: cursors, enums, errors, and what is wrong with a message."""
