@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _Key = tuple[str, str]
 
 
-class Tethers:
+class DisconnectGuard:
     """grace_seconds: how long a client that was cut off has to come back."""
 
     def __init__(self, engine: EnginePort, grace_seconds: float) -> None:

@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from py_scheduler.api.boundary import CallRefusedError
-from py_scheduler.scheduler.notifier import Bell, rings_within
+from py_scheduler.scheduler.notifier import Notifier, rings_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # gr
         self._is_stopping = False
         self._is_blocked = False
         self._is_ended = False
-        self._news = Bell()
+        self._news = Notifier()
 
     def stop_serving(self) -> None:
         """NOT_SERVING from now on; watchers are told."""

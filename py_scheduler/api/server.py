@@ -48,7 +48,7 @@ _STREAMS_END_SECONDS = 3.0
 
 
 class ApiServer:
-    """Serves an engine, and a desk that executes steps over it, which somebody else starts and stops."""
+    """Serves an engine, and a step service that executes steps over it, which somebody else starts and stops."""
 
     def __init__(
         self, engine: EnginePort, version: str, settings: ServerSettings, rollouts: RolloutPort | None = None

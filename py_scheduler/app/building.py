@@ -29,7 +29,7 @@ from py_scheduler.errors import (
 )
 from py_scheduler.handler_parts import HANDLER_PARTS
 from py_scheduler.handlers import handler_elsewhere, load_factory, load_strategy, make_handler
-from py_scheduler.interfaces.step_service import StepDesk
+from py_scheduler.interfaces.step_service import StepService
 from py_scheduler.interfaces.task_scheduler import STEP_EVENTS, TaskScheduler
 from py_scheduler.placement import PlacementPool, load_cluster_layout, tokens_in_budget
 from py_scheduler.rollout.files.samples import require_torch
@@ -53,14 +53,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """A whole server, built and not started. `steps` drives whole steps over the scheduler, `desk` from afar; `front`
-    lets clients of OpenAI's API into episodes.
+    """A whole server, built and not started. `steps` drives whole steps over the scheduler, `step_service` from afar;
+    `front` lets clients of OpenAI's API into episodes.
     """
 
     engines: dict[str, GenerationEngine]
     scheduler: Engine
     steps: TaskScheduler
-    desk: StepDesk
+    step_service: StepService
     api: ApiServer
     config: Config = field(default_factory=Config)
     front: GenerationHttp | None = None
@@ -86,13 +86,19 @@ def build(config: Config, base_dir: Path, state_dir: Path | None = None) -> Part
         eval_sources=found.eval_sources,
         artifact_root=found.artifact_root,
     )
-    desk = StepDesk(steps)
-    api = ApiServer(scheduler, version(), config.server, desk)
+    step_service = StepService(steps)
+    api = ApiServer(scheduler, version(), config.server, step_service)
     if api.tokens is not None:
         api.tokens.on_change.append(scheduler.limit_namespaces)
         scheduler.limit_namespaces(api.tokens.quotas)
     return Parts(
-        engines=found.engines, scheduler=scheduler, steps=steps, desk=desk, api=api, config=config, front=front
+        engines=found.engines,
+        scheduler=scheduler,
+        steps=steps,
+        step_service=step_service,
+        api=api,
+        config=config,
+        front=front,
     )
 
 

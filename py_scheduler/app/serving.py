@@ -80,7 +80,7 @@ async def serve(
         await stop.wait()
         _log.info("stopping: no new tasks; running samples have %g seconds", config.server.drain_seconds)
         parts.api.stop_serving()
-        parts.desk.stop()
+        parts.step_service.stop()
         await parts.scheduler.drain(config.server.drain_seconds)
     return parts.scheduler.stranded_workers
 
@@ -88,7 +88,7 @@ async def serve(
 @asynccontextmanager
 async def running(parts: Parts) -> AsyncIterator[None]:
     """Starts and ends the scheduler and what drives it; the engines run by then."""
-    async with parts.scheduler, parts.steps, parts.desk:
+    async with parts.scheduler, parts.steps, parts.step_service:
         yield
 
 

@@ -45,16 +45,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The `[server]` table.
 
     listen: "host:port" (port 0: any free one) or "unix:/path". A host off loopback needs TLS and tokens, or
-    insecure_remote, with which whoever reaches the port can use the service.
-    tokens_file: the bearer tokens, see `api.security.bearer_tokens`; empty: anybody may call. reflection: whether tools may ask
-    which calls there are; left out: on loopback without tokens.
-    max_streams: open at once; more are refused. stalled_stream_seconds: how long a stream waits for a client that does
-    not read. disconnect_grace_seconds: how long the client of a submission with cancel_on_disconnect has to come back.
-    keepalive_seconds: how long a silent connection is left before it is asked whether it is still there.
-    max_message_bytes: of one message, either way. max_tasks_per_call: of one SubmitTasks.
-    drain_seconds: how long running samples may go on after SIGTERM; what does not end then has stop_grace_seconds
-    more, and the process ends at most 8 seconds after that.
-    event_loop: "auto" takes uvloop when it is installed.
+    insecure_remote, with which whoever reaches the port can use the service. tokens_file: the bearer tokens, see
+    `api.security.bearer_tokens`; empty: anybody may call. reflection: whether tools may ask which calls there are; left
+    out: on loopback without tokens. max_streams: open at once; more are refused. stalled_stream_seconds: how long a
+    stream waits for a client that does not read. disconnect_grace_seconds: how long the client of a submission with
+    cancel_on_disconnect has to come back. keepalive_seconds: how long a silent connection is left before it is asked
+    whether it is still there. max_message_bytes: of one message, either way. max_tasks_per_call: of one SubmitTasks.
+    drain_seconds: how long running samples may go on after SIGTERM; what does not end then has stop_grace_seconds more,
+    and the process ends at most 8 seconds after that. event_loop: "auto" takes uvloop when it is installed.
     loop_blocked_seconds: how long a handler may block the loop before health says NOT_SERVING.
     """
 

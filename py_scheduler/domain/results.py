@@ -93,9 +93,9 @@ class AgentResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What `BaseAgent.run` returns; the tokens are recorded by the episode itself.
 
     termination_reason: why the agent stopped, in its own words (`"max_turns"` and `"context_overflow"` are understood).
-    answer, reward_inputs: what `eval` needs. metrics: what the run measured; see `domain.values.metrics` for their names.
-    payload: opaque bytes for whoever collects the task's result; those of samples that are one SubTask stand one behind
-    another there.
+    answer, reward_inputs: what `eval` needs. metrics: what the run measured; see `domain.values.metrics` for their
+    names. payload: opaque bytes for whoever collects the task's result; those of samples that are one SubTask stand one
+    behind another there.
     """
 
     termination_reason: str = ""
@@ -125,8 +125,8 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     termination_reason: the agent's own. error: what was raised, if anything. phase: the EpisodePhase that raised it.
     node_ip, gpu_ids: where it ran; empty when it never did. started_unix_seconds: when run began; 0 when it never did.
     weight_epoch: of the oldest weights that the student generated tokens of it with; None when it generated none.
-    staleness: how often the weights had changed since then when the sample ended.
-    metrics: what its run measured, by name; a name may end in how it is to be put together (see `domain.values.metrics`).
+    staleness: how often the weights had changed since then when the sample ended. metrics: what its run measured, by
+    name; a name may end in how it is to be put together (see `domain.values.metrics`).
     """
 
     task_id: str

@@ -2,14 +2,14 @@
 
 How an attempt reaches a runner, and what whoever writes one has to know:
 
-    slot (permit + token) -> worker -> Evaluator.drain:
-        seat = await runners.take_seat(token)    waits until a runner that is known to be alive is ours alone;
+    permit (permit + token) -> worker -> Evaluator.drain:
+        handle = await runners.take_handle(token)    waits until a runner that is known to be alive is ours alone;
                                                  nothing has been taken from the queue yet, so nothing can be lost
         running = board.begin(...)               the ledger: LEASED -> RUNNING; running.began_at, .planned, .token
-        report = await seat.play(running)        AttemptReport(state, samples, message)
+        report = await handle.play(running)        AttemptReport(state, samples, message)
         board.end(running, report)               the ledger decides: SampleDone, a retry, quarantine
-        ... the next attempt of the batch, with the same seat while `seat.is_usable` ...
-        seat.leave()                             once, whatever happened
+        ... the next attempt of the batch, with the same handle while `handle.is_usable` ...
+        handle.leave()                             once, whatever happened
 
 - `Engine(..., runners={evaluator_id: Runners})`; an evaluator that is not named there runs `inline`.
 - `play` never raises for what user code does: that is a FAILED report. A runner that died is a LOST report, whose
@@ -24,13 +24,14 @@ How an attempt reaches a runner, and what whoever writes one has to know:
   `stop_grace_seconds` after a stop have passed, and `play` must return soon after. Without it (or when even that does
   not help) the attempt ends without its worker and its token is stranded until `play` returns.
 - Phase timeouts are the attempt's: `running.begin_phase("run", seconds)` arms one.
-- `take_seat` may raise SeatGoneError when the token's node is gone for good: the slot ends, what is left of the batch
-  is placed anew. Where no runner can be started it gives a seat at which everything is lost (`lost_report`), rather
+- `take_handle` may raise RunnerGoneError when the token's node is gone for good: the permit ends, what is left of the
+  batch is placed anew. Where no runner can be started it gives a handle at which everything is lost (`lost_report`),
+  rather
   than wait for ever: a task's own budget bounds how often that happens.
 
 Invariants
-  1. A seat is one runner's, and one slot's at a time.
-  2. Whoever has a seat calls `leave` exactly once.
+  1. A handle is one runner's, and one permit's at a time.
+  2. Whoever has a handle calls `leave` exactly once.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from py_scheduler.execution.workers import Worker
 
 
-class SeatGoneError(Exception):
+class RunnerGoneError(Exception):
     """The node that a token names has no runners any more, or the server is ending."""
 
 
@@ -67,12 +68,12 @@ class SeatGoneError(Exception):
 _SUCCEEDED: Final = AttemptState.SUCCEEDED
 
 
-class Seat(Protocol):
-    """One runner, taken by one slot."""
+class RunnerHandle(Protocol):
+    """One runner, taken by one permit."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether the runner is still alive and as small as it should be; if not, another seat is taken."""
+        """Whether the runner is still alive and as small as it should be; if not, another handle is taken."""
         ...
 
     async def play(self, running: RunningAttempt) -> AttemptReport: ...
@@ -92,16 +93,16 @@ class Runners(Protocol):
     kind: str
 
     @property
-    def standing_seat(self) -> Seat | None:
-        """A seat that is always free, for any number of slots at once; None: seats have to be taken."""
+    def standing_handle(self) -> RunnerHandle | None:
+        """A handle that is always free, for any number of permits at once; None: handles have to be taken."""
         ...
 
     async def start(self) -> None:
         """Before anything is played. Raises RunnerStartError; then nothing is left half running."""
         ...
 
-    async def take_seat(self, token: PlacementToken | None) -> Seat:
-        """Waits for a runner that is alive, where the token says. Raises SeatGoneError."""
+    async def take_handle(self, token: PlacementToken | None) -> RunnerHandle:
+        """Waits for a runner that is alive, where the token says. Raises RunnerGoneError."""
         ...
 
     def views(self) -> list[RunnerView]: ...
@@ -112,18 +113,18 @@ class Runners(Protocol):
 
 
 class InlineRunner:
-    """The loop itself, and the seat there: handlers run in it, as many at once as there are workers."""
+    """The loop itself, and the handle there: handlers run in it, as many at once as there are workers."""
 
     kind = "inline"
     is_usable = True
 
     @property
-    def standing_seat(self) -> InlineRunner:
+    def standing_handle(self) -> InlineRunner:
         return self
 
     async def start(self) -> None: ...
 
-    async def take_seat(self, _token: PlacementToken | None) -> InlineRunner:
+    async def take_handle(self, _token: PlacementToken | None) -> InlineRunner:
         return self
 
     def play(self, running: RunningAttempt) -> Coroutine[Any, Any, AttemptReport]:

@@ -2,8 +2,8 @@
 
 Invariants
   1. At most `max_workers` live workers; one that was abandoned no longer counts.
-  2. While slots wait and a worker is idle or may be made, one worker is on its way, and never two. Whoever takes a
-     slot wakes the next before it starts to play, so a burst of samples that never wait for anything is played by one
+  2. While permits wait and a worker is idle or may be made, one worker is on its way, and never two. Whoever takes a
+     permit wakes the next before it starts to play, so a burst of samples that never wait for anything is played by one
      worker without a switch.
   3. A worker gives the event loop its turn at least every few milliseconds of uninterrupted work.
 """
@@ -35,11 +35,11 @@ class Work(Protocol):
         ...
 
 
-Slot = tuple[Work, "PlacementToken | None"]
+Permit = tuple[Work, "PlacementToken | None"]
 
 
 class Worker:
-    """Takes slots and drains them. `running` is the attempt that it is at, if its work is one.
+    """Takes permits and drains them. `running` is the attempt that it is at, if its work is one.
 
     is_abandoned: its handler ignored a stop; should it ever come back it takes no more work. is_closing: the pool is
     closing.
@@ -69,23 +69,23 @@ class Worker:
         self._pool.worker_is_here()
         while not self.is_abandoned:
             if self.turn_is_over():
-                # Not between a slot and its attempt: what is admitted first begins first.
+                # Not between a permit and its attempt: what is admitted first begins first.
                 await self.give_way()
             self.is_at_work = False
-            work, token = await self._pool.next_slot()
+            work, token = await self._pool.next_permit()
             self.is_at_work = True
             await work.drain(token, self)
 
 
 class WorkerPool:
-    """Slots that wait for a worker, in order, and the workers. `on_crash` is told of a worker that ended by an
+    """Permits that wait for a worker, in order, and the workers. `on_crash` is told of a worker that ended by an
     exception.
     """
 
     def __init__(self, max_workers: int, on_crash: Callable[[Worker, BaseException], None]) -> None:
         self._max_workers = max_workers
         self._on_crash = on_crash
-        self._slots: deque[Slot] = deque()
+        self._permits: deque[Permit] = deque()
         self._idle: list[asyncio.Future[None]] = []
         self._workers: set[Worker] = set()
         self._abandoned: set[Worker] = set()
@@ -93,32 +93,32 @@ class WorkerPool:
         self._is_closed = False
 
     def submit(self, work: Work, token: PlacementToken | None) -> None:
-        """Queues one slot; a worker takes it as soon as one is free, and none once the pool is closed."""
-        self._slots.append((work, token))
+        """Queues one permit; a worker takes it as soon as one is free, and none once the pool is closed."""
+        self._permits.append((work, token))
         self._wake_one()
 
     def worker_is_here(self) -> None:
         """For workers: the one that was woken, or made, has come."""
         self._is_waking = False
 
-    async def next_slot(self) -> Slot:
-        """For workers: the next slot, waiting for one if need be."""
-        while not self._slots:
+    async def next_permit(self) -> Permit:
+        """For workers: the next permit, waiting for one if need be."""
+        while not self._permits:
             woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle.append(woken)
             await woken
             self.worker_is_here()
-        slot = self._slots.popleft()
-        if self._slots:
+        permit = self._permits.popleft()
+        if self._permits:
             self._wake_one()
-        return slot
+        return permit
 
     def abandon(self, worker: Worker) -> None:
         """Gives up a worker whose handler does not stop; another may take its place."""
         worker.is_abandoned = True
         self._workers.discard(worker)
         self._abandoned.add(worker)
-        if self._slots:
+        if self._permits:
             self._wake_one()
 
     async def close(self, grace_seconds: float) -> int:
@@ -160,5 +160,5 @@ class WorkerPool:
         if error is not None and was_at_work and not worker.is_closing:
             logger.error("a worker crashed", exc_info=error)
             self._on_crash(worker, error)
-        if self._slots:
+        if self._permits:
             self._wake_one()

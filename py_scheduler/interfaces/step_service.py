@@ -47,7 +47,7 @@ class _Step:
         return not self.over.is_set() and not self.trace.is_final
 
 
-class StepDesk:
+class StepService:
     """Executes the steps of a TaskScheduler for callers that come and go. Use as `async with`."""
 
     def __init__(self, scheduler: TaskScheduler) -> None:

@@ -73,7 +73,7 @@ class Collector:
         self._clock = clock
         self._wait_after_min_seconds = settings.wait_after_min_seconds
         self._stop_and_wait = stop_and_wait
-        self._partings: dict[tuple[str, str], _Parting] = {}
+        self._leftovers: dict[tuple[str, str], _Leftover] = {}
         """By namespace and request id, of calls that stop tasks, until they are answered."""
 
     async def collect(self, request: CollectRequest) -> CollectReply:
@@ -92,22 +92,22 @@ class Collector:
             name = request.submission_id or request.batch_id
             return CollectReply(warnings=(f"no submission is known as {name!r}: there is nothing to collect",))
         warnings = self._clamped(request, submission)
-        if (parting := self._parting(request, submission)) is None:
+        if (leftover := self._leftover(request, submission)) is None:
             ending = await self._wait(request, submission)
             if (known := self._known(request, submission)) is not None:
                 return await self._answer(known, request)
-            parting = self._parting(request, submission) or self._part(request, submission, ending)
-        submission = parting.submission
-        unfinished = await self._stopped(request, parting)
+            leftover = self._leftover(request, submission) or self._part(request, submission, ending)
+        submission = leftover.submission
+        unfinished = await self._stopped(request, leftover)
         if len(unfinished) > MAX_UNFINISHED_SHOWN:
             warnings += (f"{len(unfinished)} tasks are unfinished: {MAX_UNFINISHED_SHOWN} of them are named",)
         reply = CollectReply(
             submission_id=submission.submission_id,
             unfinished=tuple(unfinished[:MAX_UNFINISHED_SHOWN]),
-            is_timed_out=parting.ending.is_timeout,
+            is_timed_out=leftover.ending.is_timeout,
             warnings=warnings,
         )
-        self._partings.pop((request.namespace, request.request_id), None)
+        self._leftovers.pop((request.namespace, request.request_id), None)
         if (known := self._known(request, submission)) is None:
             known = self._hand_out(request, submission, reply)
         if known is None:
@@ -160,12 +160,12 @@ class Collector:
         _check_same(request, submission, owner)
         return known
 
-    def _parting(self, request: CollectRequest, submission: SubmissionRecord) -> _Parting | None:
+    def _leftover(self, request: CollectRequest, submission: SubmissionRecord) -> _Leftover | None:
         """What this request id is stopping already."""
-        parting = self._partings.get((request.namespace, request.request_id))
-        if parting is not None:
-            _check_same(request, submission, parting.submission)
-        return parting
+        leftover = self._leftovers.get((request.namespace, request.request_id))
+        if leftover is not None:
+            _check_same(request, submission, leftover.submission)
+        return leftover
 
     async def _answer(self, known: CollectedSet, request: CollectRequest) -> CollectReply:
         await self._event_log.wait_committed(self._ledger.last_sequence)
@@ -239,31 +239,31 @@ class Collector:
             if not listeners[submission_id]:
                 del listeners[submission_id]
 
-    def _part(self, request: CollectRequest, submission: SubmissionRecord, ending: _Ending) -> _Parting:
+    def _part(self, request: CollectRequest, submission: SubmissionRecord, ending: _Ending) -> _Leftover:
         """With what is not finished."""
         tasks = tuple([task for task in submission.open_tasks.values() if task.staged is not None])
-        parting = _Parting(submission, tasks, request.clear_unfinished and bool(tasks), ending)
-        if parting.is_stop:
-            self._partings[request.namespace, request.request_id] = parting
-            if len(self._partings) > _KEPT_PARTINGS:
-                del self._partings[next(iter(self._partings))]
-        return parting
+        leftover = _Leftover(submission, tasks, request.clear_unfinished and bool(tasks), ending)
+        if leftover.is_stop:
+            self._leftovers[request.namespace, request.request_id] = leftover
+            if len(self._leftovers) > _KEPT_PARTINGS:
+                del self._leftovers[next(iter(self._leftovers))]
+        return leftover
 
-    async def _stopped(self, request: CollectRequest, parting: _Parting) -> list[UnfinishedTask]:
+    async def _stopped(self, request: CollectRequest, leftover: _Leftover) -> list[UnfinishedTask]:
         """Stops what is to be stopped; the tasks that leave no result."""
-        submission = parting.submission
-        if parting.is_stop:
+        submission = leftover.submission
+        if leftover.is_stop:
             await self._stop_and_wait(
                 submission,
-                tuple([task.task_id for task in parting.tasks]),
-                parting.ending.reason,
+                tuple([task.task_id for task in leftover.tasks]),
+                leftover.ending.reason,
                 keeps_results=request.include_partial,
-                restarts_runners=parting.ending.is_timeout,
+                restarts_runners=leftover.ending.is_timeout,
             )
         # What has left a result meanwhile may have been taken by another call.
         return [
-            _unfinished(task, is_stopped=parting.is_stop)
-            for task in parting.tasks
+            _unfinished(task, is_stopped=leftover.is_stop)
+            for task in leftover.tasks
             if task.task_id in submission.open_tasks or not leaves_result(task)
         ]
 
@@ -290,7 +290,7 @@ class _Ending(msgspec.Struct, frozen=True):
     is_timeout: bool = False
 
 
-class _Parting(msgspec.Struct, frozen=True):
+class _Leftover(msgspec.Struct, frozen=True):
     """The tasks that a call does not wait for any longer, and why. is_stop: whether they are stopped."""
 
     submission: SubmissionRecord

@@ -8,7 +8,7 @@
 Everything runs in one event loop; a fact is decided, applied and recorded within one turn of it.
 
 What is more than passing a call on is a part of its own: `stops` ends work before its time, `collector` hands out
-results (`Engine.results`), `lease_desk` room (`Engine.leases`), `views` says how things stand, `restore` makes the
+results (`Engine.results`), `lease_manager` room (`Engine.leases`), `views` says how things stand, `restore` makes the
 state at the start.
 """
 
@@ -43,7 +43,7 @@ from py_scheduler.execution.runner import start_runners
 from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.collector import Collector
 from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attempts
-from py_scheduler.scheduler.leases.manager import LeaseDesk, node_view
+from py_scheduler.scheduler.leases.manager import LeaseManager, node_view
 from py_scheduler.scheduler.ledger.commands import AcceptTasks, ResumeTraining
 from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.ledger.ledger import Ledger
@@ -123,7 +123,7 @@ class Engine:
         runners = runners or {}
         self._runners = tuple(dict.fromkeys(runners.values()))  # One may be several evaluators'.
         self._supervisor = Supervisor(
-            self._recorder, services, settings, runners, self._requeue, self._slot_returned, self._room_is_stranded
+            self._recorder, services, settings, runners, self._requeue, self._permit_returned, self._room_is_stranded
         )
         self.quotas = Quotas(namespaces)
         launch = self._supervisor.launch
@@ -131,7 +131,7 @@ class Engine:
         self._limits = IntakeLimits(self.quotas, self._ledger, self._event_log, settings)
         self._stops = Stops(self._recorder, self._event_log, self._supervisor, self._admission, clock)
         self._views = Views(self._ledger, self._admission.reasons, self._supervisor.backoffs, self._runners)
-        self.leases = LeaseDesk(pool, self._admission, clock, settings, self.quotas)
+        self.leases = LeaseManager(pool, self._admission, clock, settings, self.quotas)
         self.results = Collector(self._recorder, self._event_log, clock, settings, self._stops.stop_and_wait)
         """Results out: collect, acknowledge, discard."""
         self._exit = AsyncExitStack()
@@ -249,8 +249,8 @@ class Engine:
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         self._admission.requeue(spec, attempts)
 
-    def _slot_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
-        self._admission.slot_returned(spec, namespace, taken_at)
+    def _permit_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
+        self._admission.permit_returned(spec, namespace, taken_at)
 
     def _room_is_stranded(self, tokens: int) -> None:
         self._admission.room_is_stranded(tokens)

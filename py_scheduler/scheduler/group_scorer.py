@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.play import absorb_cancellation
-from py_scheduler.execution.runner import INLINE, Runners, Seat
+from py_scheduler.execution.runner import INLINE, RunnerHandle, Runners
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.ledger.commands import ScoreGroup
@@ -56,24 +56,24 @@ class GroupScore:
         if self.is_over:
             return
         self.worker = worker
-        seat = await self._take_seat(worker)
-        if seat is None:
+        handle = await self._take_handle(worker)
+        if handle is None:
             self._scorer.end(self, (), "stopped while it waited for a runner")
             return
         # Not before: that a runner was waited for is no fault of the handler's.
         self._scorer.begin(self)
         samples = sorted(self.record.group_samples or (), key=lambda sample: sample.sample_no)
         try:
-            rewards, error = await seat.play_group(worker, self.record.task_id, self.record.task, samples, self.spec)
+            rewards, error = await handle.play_group(worker, self.record.task_id, self.record.task, samples, self.spec)
         finally:
-            seat.leave()
+            handle.leave()
         self._scorer.end(self, rewards, error)
 
-    async def _take_seat(self, worker: Worker) -> Seat | None:
+    async def _take_handle(self, worker: Worker) -> RunnerHandle | None:
         """None when it was stopped meanwhile: the stop is meant for the group, not for its worker."""
         runners = self._scorer.runners.get(self.spec.evaluator_id, INLINE)
         try:
-            return runners.standing_seat or await runners.take_seat(None)
+            return runners.standing_handle or await runners.take_handle(None)
         except asyncio.CancelledError:
             if worker.is_closing or not self.is_stopped:
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Bell:
+class Notifier:
     """Costs nothing to ring while nobody waits."""
 
     __slots__ = ("_next_ring",)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _READ_EVENTS = 512
 
 
-class Folded(msgspec.Struct):
+class FoldResult(msgspec.Struct):
     """snapshots: the sequence of each, by name; 0 for what the state has no use for. bare: by task, where its samples
     are that were read without their trajectories and are kept. limits: of staleness, by which the events were counted.
     """
@@ -76,7 +76,7 @@ async def restore(
     interrupt_running(recorder, clock)
 
 
-def fold(journal: Journal, ledger: Ledger) -> Folded:
+def fold(journal: Journal, ledger: Ledger) -> FoldResult:
     """Brings the ledger to where the journal's last event left it; blocks."""
     folded = _adopt(journal.snapshots(), ledger)
     ledger.is_folding = True
@@ -87,8 +87,8 @@ def fold(journal: Journal, ledger: Ledger) -> Folded:
     return folded
 
 
-def _adopt(snapshots: Iterable[Snapshot], ledger: Ledger) -> Folded:
-    folded = Folded()
+def _adopt(snapshots: Iterable[Snapshot], ledger: Ledger) -> FoldResult:
+    folded = FoldResult()
     results: dict[str, TaskResult] = {}
     of_submissions: list[Snapshot] = []
     for snapshot in snapshots:
@@ -107,7 +107,7 @@ def _adopt(snapshots: Iterable[Snapshot], ledger: Ledger) -> Folded:
     return folded
 
 
-def _apply(records: Sequence[EventRecord], ledger: Ledger, folded: Folded) -> None:
+def _apply(records: Sequence[EventRecord], ledger: Ledger, folded: FoldResult) -> None:
     """Each event counts once for its submission and once for the service, whose snapshots are of other moments."""
     covered = folded.snapshots
     service_sequence = covered.get(SERVICE, 0)
@@ -126,7 +126,7 @@ def _apply(records: Sequence[EventRecord], ledger: Ledger, folded: Folded) -> No
         ledger.apply_to_submission(event)
 
 
-async def complete(journal: Journal, ledger: Ledger, folded: Folded) -> None:
+async def complete(journal: Journal, ledger: Ledger, folded: FoldResult) -> None:
     """Reads the samples again that are kept, with their trajectories. After `journal.start`."""
     missing = folded.missing(ledger)
     whole = _Trajectories(missing)
@@ -138,7 +138,7 @@ async def complete(journal: Journal, ledger: Ledger, folded: Folded) -> None:
     ledger.complete(whole.by_task)
 
 
-def complete_from(batches: Iterable[Sequence[EventRecord]], ledger: Ledger, folded: Folded) -> None:
+def complete_from(batches: Iterable[Sequence[EventRecord]], ledger: Ledger, folded: FoldResult) -> None:
     """`complete` from records that have everything."""
     whole = _Trajectories(folded.missing(ledger))
     for records in batches:

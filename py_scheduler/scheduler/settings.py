@@ -32,8 +32,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     has_fixed_nodes: whether the pool has all nodes that it will ever have, so that what they cannot hold is refused at
     once; without it that waits, and says why.
     workdir_root: where the folders of episodes are made and removed; None: where the system keeps temporary files.
-    max_pending_claims: outside claims that wait for room at most; more are refused for now.
-    retained_claims: ended outside claims, and releases of theirs, whose request ids are remembered.
+    max_pending_leases: outside claims that wait for room at most; more are refused for now.
+    retained_leases: ended outside claims, and releases of theirs, whose request ids are remembered.
     """
 
     max_running_samples: int = 4096
@@ -55,5 +55,5 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     retained_submissions: int = 10_000
     has_fixed_nodes: bool = True
     workdir_root: str | None = None
-    max_pending_claims: int = 1_000
-    retained_claims: int = 10_000
+    max_pending_leases: int = 1_000
+    retained_leases: int = 10_000

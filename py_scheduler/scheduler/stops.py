@@ -18,7 +18,7 @@ from py_scheduler.errors import NotFoundError
 from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.intake import abort_digest
 from py_scheduler.scheduler.ledger.commands import StopTasks
-from py_scheduler.scheduler.supervisor import EVERYTHING, Concerned
+from py_scheduler.scheduler.supervisor import EVERYTHING, TaskScope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,7 +103,7 @@ class Stops:
                 pass  # No failure: the answer says what is still stopping.
         return AbortReply(aborted_tasks=stopped, still_stopping=self._supervisor.unconfirmed(concerned))
 
-    def _begin_abort(self, request: AbortRequest) -> tuple[Concerned, int]:
+    def _begin_abort(self, request: AbortRequest) -> tuple[TaskScope, int]:
         """Whom a wait is for, which is nobody who is submitted from now on; and how many tasks this call stopped, or
         had stopped when it came the first time.
         """
@@ -111,7 +111,7 @@ class Stops:
         digest = abort_digest(request) if request.request_id else b""
         done = self._ledger.requests.repeated(request.selector.namespace, request.request_id, digest)
         if done is not None:
-            return Concerned(done.submission_id, task_ids, done.task_count), done.stopped_tasks
+            return TaskScope(done.submission_id, task_ids, done.task_count), done.stopped_tasks
         submission = self._ledger.require(request.selector)
         for task_id in request.task_ids:
             if not submission.has_had(task_id):
@@ -126,7 +126,7 @@ class Stops:
             request_id=request.request_id,
             request_digest=digest,
         )
-        return Concerned(submission.submission_id, task_ids, submission.next_task_no), len(stopped)
+        return TaskScope(submission.submission_id, task_ids, submission.next_task_no), len(stopped)
 
     def stop(
         self,
@@ -184,7 +184,7 @@ class Stops:
             keeps_results=keeps_results,
             restarts_runners=restarts_runners,
         )
-        await self._supervisor.wait_stopped(Concerned(submission.submission_id, frozenset(task_ids)))
+        await self._supervisor.wait_stopped(TaskScope(submission.submission_id, frozenset(task_ids)))
 
     async def drain(self, grace_seconds: float, *, ends_what_is_open: bool) -> None:
         """Starts nothing any more; returns when the grace is over or nothing runs, and what was stopped has ended."""

@@ -5,7 +5,7 @@ Invariants
   1. `_running` holds exactly the attempts that the ledger calls RUNNING.
   2. A stop ends in one of three ways: the handler comes back; after `stop_grace_seconds` its runner is killed, if it is
      one that can be; or its worker is given up and its room stranded.
-  3. An evaluator without slots has no pending attempts: what is left when its last slot goes waits for room again.
+  3. An evaluator without permits has no pending attempts: what is left when its last permit goes waits for room again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from py_scheduler.scheduler.ledger.commands import EndAttempt, StartAttempt
 from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.ledger.endings import needs_backoff
 from py_scheduler.scheduler.ledger.records import submission_and_number
-from py_scheduler.scheduler.notifier import Bell
+from py_scheduler.scheduler.notifier import Notifier
 from py_scheduler.scheduler.retry_backoff import RetryBackoffs
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     Requeue = Callable[[EvaluatorSpec, list[PlannedAttempt]], None]
 
 
-class Concerned(msgspec.Struct, frozen=True):
+class TaskScope(msgspec.Struct, frozen=True):
     """The attempts that a question is about: of a submission (empty: of all), or of some of its tasks.
 
     before_task_no: only tasks with a lower number, for who asks what becomes of those that were there.
@@ -66,14 +66,14 @@ class Concerned(msgspec.Struct, frozen=True):
         return self.before_task_no is None or submission_and_number(task_id)[1] < self.before_task_no
 
 
-EVERYTHING = Concerned()
+EVERYTHING = TaskScope()
 
 
 class Supervisor:
     """Everything that runs.
 
-    `requeue` takes attempts that wait again; `slot_returned` is told of each slot that is free, `room_is_stranded` how
-    many tokens are held by handlers that ignore their stop.
+    `requeue` takes attempts that wait again; `permit_returned` is told of each permit that is free, `room_is_stranded`
+    how many tokens are held by handlers that ignore their stop.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Supervisor:
         settings: EngineSettings,
         runners: Mapping[str, Runners],
         requeue: Requeue,
-        slot_returned: Callable[[EvaluatorSpec, str, float], None],
+        permit_returned: Callable[[EvaluatorSpec, str, float], None],
         room_is_stranded: Callable[[int], None],
     ) -> None:
         self._recorder = recorder
@@ -94,13 +94,13 @@ class Supervisor:
         self._requeue = requeue
         self._dynamic_timeout = settings.dynamic_timeout
         self.backoffs = RetryBackoffs(recorder.ledger, services.clock, settings, requeue)
-        self._slot_returned = slot_returned
+        self._permit_returned = permit_returned
         self._room_is_stranded = room_is_stranded
         self._running: dict[AttemptRef, RunningAttempt] = {}
         self._stranded: dict[AttemptRef, RunningAttempt] = {}
         self._deadlines: Deadlines[RunningAttempt] = Deadlines(services.clock, self._on_deadline)
         self._workers = WorkerPool(settings.max_running_samples, self._on_crash)
-        self._stopped = Bell()
+        self._stopped = Notifier()
         self.groups = GroupScorer(recorder, services.clock, settings, runners, self._stopped.ring)
         self.is_draining = False
         """No attempt is started any more; what runs may finish."""
@@ -115,7 +115,7 @@ class Supervisor:
         """Starts an evaluator on an admitted batch, one worker to a token."""
         runners = self._runners.get(spec.evaluator_id, INLINE)
         evaluator = Evaluator(spec, attempts, self._services, self, admitted_at, runners)
-        evaluator.active_slots = len(tokens)
+        evaluator.active_permits = len(tokens)
         for token in tokens:
             self._workers.submit(evaluator, token)
 
@@ -155,12 +155,12 @@ class Supervisor:
         if running.stop_cause is not None or self.is_draining:
             self._stopped.ring()
 
-    def slot_is_free(self, evaluator: Evaluator, token: PlacementToken | None, worker: Worker) -> None:
+    def permit_is_free(self, evaluator: Evaluator, token: PlacementToken | None, worker: Worker) -> None:
         if token is not None:
             token.release()
         if not worker.is_abandoned:
-            self._slot_is_gone(evaluator)
-        self._slot_returned(evaluator.spec, evaluator.namespace, evaluator.admitted_at)
+            self._permit_is_gone(evaluator)
+        self._permit_returned(evaluator.spec, evaluator.namespace, evaluator.admitted_at)
 
     # Stops
 
@@ -172,16 +172,16 @@ class Supervisor:
                 self._stop(running, cause, reason, restarts_runner=restarts_runners)
         self.groups.stop(task_id)
 
-    def unconfirmed(self, concerned: Concerned) -> tuple[str, ...]:
+    def unconfirmed(self, concerned: TaskScope) -> tuple[str, ...]:
         """Tasks whose work has not been seen to stop: still running, or stranded."""
         return tuple(dict.fromkeys(task_id for task_id, _ in self._at_work(concerned)))
 
-    async def wait_stopped(self, concerned: Concerned) -> None:
+    async def wait_stopped(self, concerned: TaskScope) -> None:
         """Returns when none of these tasks runs any more; what is stranded is not waited for."""
         while any(not is_stranded for _, is_stranded in self._at_work(concerned)):
             await self._stopped.next_ring().wait()
 
-    def _at_work(self, concerned: Concerned) -> Iterator[tuple[str, bool]]:
+    def _at_work(self, concerned: TaskScope) -> Iterator[tuple[str, bool]]:
         """The tasks that attempts or scores of groups are at, and whether those are stranded."""
         for running in itertools.chain(self._running.values(), self._stranded.values()):
             if concerned.includes(running.ref.task_id, running.planned.submission_id):
@@ -238,19 +238,19 @@ class Supervisor:
         sample = unfinished_sample(running, running.stop_cause.outcome, message)
         self._report(running, AttemptReport(running.stop_cause.attempt_state, (sample,), message), confirmed=False)
         self._workers.abandon(running.worker)
-        self._slot_is_gone(running.evaluator)
+        self._permit_is_gone(running.evaluator)
         self._stopped.ring()
 
     def _on_crash(self, worker: Worker, error: BaseException) -> None:
-        """A worker ended by a fault of ours: its attempt is LOST. Its slot came back on the way out."""
+        """A worker ended by a fault of ours: its attempt is LOST. Its permit came back on the way out."""
         if worker.running is not None:
             message = f"its worker crashed: {describe(error)}"
             sample = unfinished_sample(worker.running, Outcome.INFRA_OTHER, message)
             self.end(worker.running, AttemptReport(AttemptState.LOST, (sample,), message))
 
-    def _slot_is_gone(self, evaluator: Evaluator) -> None:
-        evaluator.active_slots -= 1
-        if evaluator.active_slots == 0 and evaluator.pending:
+    def _permit_is_gone(self, evaluator: Evaluator) -> None:
+        evaluator.active_permits -= 1
+        if evaluator.active_permits == 0 and evaluator.pending:
             ledger = self._recorder.ledger
             attempts = [attempt for attempt in reversed(evaluator.pending) if ledger.is_waiting(attempt.ref)]
             evaluator.pending.clear()

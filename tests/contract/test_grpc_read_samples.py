@@ -51,7 +51,7 @@ async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
     built = build(parse_config(CONFIG), tmp_path)
     async with running(built):
         yield built
-        built.desk.stop()
+        built.step_service.stop()
         await built.api.stop()
 
 

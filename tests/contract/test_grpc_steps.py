@@ -75,7 +75,7 @@ async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
     async with running(built):
         yield built
         Held.gate.set()
-        built.desk.stop()
+        built.step_service.stop()
         await built.api.stop()
 
 
@@ -187,7 +187,7 @@ async def test_a_client_that_is_killed_leaves_the_step_running(address: str, cli
 
 
 async def test_a_broken_connection_is_resumed_without_gap_or_repetition(parts: Parts) -> None:
-    api = ApiServer(parts.scheduler, "1", ServerSettings(listen="127.0.0.1:0"), parts.desk)
+    api = ApiServer(parts.scheduler, "1", ServerSettings(listen="127.0.0.1:0"), parts.step_service)
     address = api.bind()
     await api.start()
     seen = Followed()
@@ -195,7 +195,7 @@ async def test_a_broken_connection_is_resumed_without_gap_or_repetition(parts: P
         frames = client.step_frames(rollout())
         await seen.read(frames, until_samples=3)
         await api.stop()
-        api = ApiServer(parts.scheduler, "1", ServerSettings(listen=address), parts.desk)
+        api = ApiServer(parts.scheduler, "1", ServerSettings(listen=address), parts.step_service)
         api.bind()
         await api.start()
         Held.gate.set()
@@ -216,7 +216,7 @@ async def test_a_step_may_be_cancelled_with_its_last_follower(parts: Parts, clie
     assert Held.inside == 3, "somebody still follows"
     last = client.step_frames(request)
     await anext(last)
-    (step,) = parts.desk._steps.values()
+    (step,) = parts.step_service._steps.values()
     await staying.aclose()
     await eventually(lambda: step.followers == 1)  # The server hears of two that leave in whatever order.
     assert Held.inside == 3, "who left did not ask for it"
@@ -314,7 +314,7 @@ async def test_a_stopping_server_ends_the_stream_and_says_to_resume(parts: Parts
     frames = client.step_frames(rollout())
     seen = Followed()
     await seen.read(frames, until_samples=3)
-    parts.desk.stop()
+    parts.step_service.stop()
     with pytest.raises(ServerError) as caught:
         await seen.read(frames)
     assert caught.value.code == "UNAVAILABLE"

@@ -235,7 +235,7 @@ async def test_it_renews_in_the_background() -> None:
     clock = FakeClock()
     async with leasing(1, clock=clock) as server, client_of(server) as client:
         async with client.lease(GPU, ttl_seconds=0.6):
-            (claim,) = server.engine.leases._claims.values()
+            (claim,) = server.engine.leases._records.values()
             for _ in range(3):
                 clock.now += 0.5
                 await eventually(lambda: claim.expires_at == clock.now + 0.6)

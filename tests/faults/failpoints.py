@@ -41,7 +41,7 @@ METHODS = {
     "submit": "py_scheduler.scheduler.intake:Intake.plan",
     "begin": "py_scheduler.scheduler.supervisor:Supervisor.begin",
     "launch": "py_scheduler.scheduler.supervisor:Supervisor.launch",
-    "grant": "py_scheduler.scheduler.leases.manager:LeaseDesk._grant",
+    "grant": "py_scheduler.scheduler.leases.manager:LeaseManager._grant",
     "commit": "py_scheduler.adapters.sqlite_journal.store:JournalStore.put_frame",
     "mark": "py_scheduler.adapters.sqlite_journal.files:HighWater.write",
     "ack": "py_scheduler.adapters.sqlite_journal.writer:JournalWriter._report",

@@ -13,7 +13,7 @@ from py_scheduler.domain.leases import PlacementDemand
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, sort_batch_id
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyClaim, ReadyQueue
+from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyLease, ReadyQueue
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
 
@@ -45,7 +45,7 @@ class QueueAndModel(RuleBasedStateMachine):
         self.waiting: list[Waiting] = []
         self.bypassed: dict[str, int] = {}
         self.blocked: dict[object, int] = {}
-        self.claims: dict[str, ReadyClaim] = {}
+        self.claims: dict[str, ReadyLease] = {}
         self.arrivals = 0
         self.now = 0.0
 
@@ -79,7 +79,7 @@ class QueueAndModel(RuleBasedStateMachine):
     def claim(self, batch_id: BatchId, count: int) -> None:
         name = self._arrives(batch_id, SAMPLE, count)
         demand = PlacementDemand(per_sample=SAMPLE, max_tokens=count)
-        self.claims[name] = self.queue.push_claim(
+        self.claims[name] = self.queue.push_lease(
             sort_batch_id(batch_id), demand, count, lambda _lease: None, self.now, DEFAULT_NAMESPACE
         )
 

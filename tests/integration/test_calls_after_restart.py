@@ -173,17 +173,17 @@ async def test_a_lease_released_again_frees_nothing_of_others_and_dies_with_its_
     terms = LeaseTerms(batch_id=0, demand=PlacementDemand(per_sample=Resource(gpu=1), max_tokens=1), ttl_seconds=60.0)
     async with AsyncExitStack() as stack:
         runs = Runs(tmp_path, stack)
-        desk = (await runs.start()).engine.leases
-        lease = await desk.acquire(AcquireRequest(request_id="mine", terms=terms))
+        manager = (await runs.start()).engine.leases
+        lease = await manager.acquire(AcquireRequest(request_id="mine", terms=terms))
         release = ReleaseRequest(request_id="free", lease_id=lease.lease_id, fencing_token=lease.fencing_token)
-        first = desk.release(release)
-        other = await desk.acquire(AcquireRequest(request_id="theirs", terms=terms))
-        assert desk.release(release) == first
-        assert desk.capacity(Resource(gpu=1)).free_tokens == 0, "the other one holds it"
-        desk = (await runs.restart()).engine.leases
-        assert desk.capacity(Resource(gpu=1)).free_tokens == 1
+        first = manager.release(release)
+        other = await manager.acquire(AcquireRequest(request_id="theirs", terms=terms))
+        assert manager.release(release) == first
+        assert manager.capacity(Resource(gpu=1)).free_tokens == 0, "the other one holds it"
+        manager = (await runs.restart()).engine.leases
+        assert manager.capacity(Resource(gpu=1)).free_tokens == 1
         with pytest.raises(LeaseError, match="not known"):
-            desk.release(release)
-        anew = await desk.acquire(AcquireRequest(request_id="mine", terms=terms))
+            manager.release(release)
+        anew = await manager.acquire(AcquireRequest(request_id="mine", terms=terms))
         assert anew.lease_id != lease.lease_id
         assert anew.fencing_token > other.fencing_token

@@ -138,7 +138,7 @@ async def test_a_call_that_breaks_while_it_stops_tasks_is_told_of_them_when_it_i
         assert [(task.task_id, task.is_stopped) for task in reply.unfinished] == [(stopped, True)]
         assert reply.is_timed_out
         assert view(harness.engine).open_tasks == 1
-        assert harness.engine.results._partings == {}
+        assert harness.engine.results._leftovers == {}
 
 
 async def test_a_call_that_took_and_stopped_nothing_leaves_nothing() -> None:

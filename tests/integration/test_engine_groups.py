@@ -276,16 +276,16 @@ async def test_a_crashed_scorer_ends_its_task(monkeypatch: pytest.MonkeyPatch) -
 
 
 class SparseRunner(InlineRunner):
-    """Its one seat waits for the gate. `waits`: how many want it."""
+    """Its one handle waits for the gate. `waits`: how many want it."""
 
-    standing_seat = None  # type: ignore[assignment]
+    standing_handle = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
         self.waits = 0
 
-    async def take_seat(self, _token: PlacementToken | None) -> InlineRunner:
+    async def take_handle(self, _token: PlacementToken | None) -> InlineRunner:
         self.waits += 1
         try:
             await self.gate.wait()

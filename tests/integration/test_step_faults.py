@@ -16,7 +16,7 @@ from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.domain.training.steps import StepKind, StepReport, StepRequest
 from py_scheduler.errors import InvalidArgumentError, ResourceExhaustedError
 from py_scheduler.interfaces import training_loop
-from py_scheduler.interfaces.step_service import StepDesk
+from py_scheduler.interfaces.step_service import StepService
 from py_scheduler.rollout.files.loop_state import read_loop_state, write_loop_state
 from py_scheduler.rollout.files.store import read_samples
 from py_scheduler.rollout.settings import RolloutSettings
@@ -147,27 +147,27 @@ async def test_a_client_that_leaves_while_its_step_finishes_gets_the_report_when
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = StepRequest(kind=StepKind.ROLLOUT, rollout_id=0, request_id="r", cancel_on_disconnect=True)
-    async with scheduler_of(artifact_root=tmp_path) as scheduler, StepDesk(scheduler) as desk:
+    async with scheduler_of(artifact_root=tmp_path) as scheduler, StepService(scheduler) as service:
         gate = Gate(monkeypatch)
-        async with aclosing(desk.follow(request, None)) as following:
+        async with aclosing(service.follow(request, None)) as following:
             await anext(following)
             await gate.entered.wait()
         gate.open()
-        last = [item async for item in desk.follow(request, None)][-1]
+        last = [item async for item in service.follow(request, None)][-1]
         assert isinstance(last, StepReport)
         assert prompts(await scheduler.execute_rollout(1)) == ["train 2", "train 3"]
 
 
 async def test_a_step_that_is_cancelled_before_its_first_turn_is_over(tmp_path: Path) -> None:
     request = StepRequest(kind=StepKind.ROLLOUT, rollout_id=0, request_id="r", cancel_on_disconnect=True)
-    async with scheduler_of(artifact_root=tmp_path) as scheduler, StepDesk(scheduler) as desk:
-        following = desk.follow(request, None)
+    async with scheduler_of(artifact_root=tmp_path) as scheduler, StepService(scheduler) as service:
+        following = service.follow(request, None)
         await anext(following)
         await following.aclose()
         for _ in range(3):  # the task's end, and the news of it
             await asyncio.sleep(0)
         async with asyncio.timeout(10):
-            last = [item async for item in desk.follow(request, None)][-1]
+            last = [item async for item in service.follow(request, None)][-1]
         assert isinstance(last, StepReport)
 
 

@@ -150,7 +150,7 @@ class Rig:
         )
 
     def take(self, token: Any = None) -> asyncio.Task[Any]:
-        return asyncio.create_task(self.runner.take_seat(token))
+        return asyncio.create_task(self.runner.take_handle(token))
 
     @property
     def states(self) -> list[str]:

@@ -30,7 +30,7 @@ from py_scheduler.domain.requests import (
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
 from py_scheduler.errors import CursorExpiredError, NotFoundError
 from py_scheduler.scheduler.log.event_log import KIND_OF_EVENT
-from py_scheduler.scheduler.notifier import Bell
+from py_scheduler.scheduler.notifier import Notifier
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -73,7 +73,8 @@ class FakeResults:
 
 
 class FakeEngine:
-    """Implements `api.servicers.engine_port.EnginePort`. `fail_with` is raised by the next calls until it is None again.
+    """Implements `api.servicers.engine_port.EnginePort`. `fail_with` is raised by the next calls until it is None
+    again.
 
     finish_at_once: a submitted task is done before its submit returns.
     """
@@ -100,7 +101,7 @@ class FakeEngine:
         self.can_record = True
         self.can_lease = True
         self.can_generate = True
-        self._pulse = Bell()
+        self._pulse = Notifier()
         self._finish_at_once = finish_at_once
         self._replies: dict[str, SubmitReply] = {}
         self._tasks: dict[str, int] = {}

@@ -26,7 +26,7 @@ from tests.support.harness import running_engine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from py_scheduler.scheduler.leases.manager import LeaseDesk
+    from py_scheduler.scheduler.leases.manager import LeaseManager
 
 GPU = Resource(gpu=1)
 TTL = 30.0
@@ -70,10 +70,10 @@ def renew_of(lease: LeaseView, fencing_token: int | None = None) -> RenewRequest
     )
 
 
-class Desk(msgspec.Struct):
-    """The lease desk of an engine on a clock that stands still, and what is around it."""
+class ManagedPool(msgspec.Struct):
+    """The lease manager of an engine on a clock that stands still, and what is around it."""
 
-    leases: LeaseDesk
+    leases: LeaseManager
     pool: PlacementPool
     clock: FakeClock
     engine: Any
@@ -84,10 +84,10 @@ class Desk(msgspec.Struct):
 
 
 @asynccontextmanager
-async def desk_of(*gpus: int, **settings: Any) -> AsyncIterator[Desk]:
+async def manager_of(*gpus: int, **settings: Any) -> AsyncIterator[ManagedPool]:
     pool, clock = gpu_pool(*gpus), FakeClock()
     async with running_engine(
         spec_of(SolvingAgent()), pool=pool, clock=clock, settings=EngineSettings(**settings)
     ) as harness:
-        yield Desk(harness.engine.leases, pool, clock, harness.engine)
+        yield ManagedPool(harness.engine.leases, pool, clock, harness.engine)
     assert clock.live_timers == 0

@@ -88,7 +88,7 @@ def parts_of(**engines: StartingEngine) -> app.Parts:
         engines=cast("dict[str, GenerationEngine]", engines),
         scheduler=nothing,
         steps=nothing,
-        desk=nothing,
+        step_service=nothing,
         api=nothing,
     )
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from py_scheduler.domain.runners.runner import RunnerState
-from py_scheduler.execution.children.handle import EmptySeat
-from py_scheduler.execution.runner import SeatGoneError
+from py_scheduler.execution.children.handle import EmptyHandle
+from py_scheduler.execution.runner import RunnerGoneError
 from tests.support.fake_children import MOODS, FakeToken, Rig
 from tests.support.fake_clock import settle
 
@@ -20,10 +20,10 @@ async def test_who_dies_before_it_is_pinged_is_replaced_and_costs_nothing() -> N
     rig = Rig(max_runners=1)
     (await rig.take()).leave()
     rig.host.launched[0][1].is_alive = False  # It has ended, and nobody has told yet.
-    seat = rig.take()
+    handle = rig.take()
     await settle()
     rig.host.launched[0][1]._on_end("signal SIGKILL")
-    (await seat).leave()
+    (await handle).leave()
     assert [view.restarts for view in rig.runner.views()] == [1]
     await rig.runner.close()
 
@@ -43,14 +43,14 @@ async def test_a_child_that_leaves_when_it_is_asked_is_not_killed_later() -> Non
     await rig.runner.close()
 
 
-async def test_a_child_that_dies_between_its_seat_and_its_play_is_replaced_and_the_next_takes_its_place() -> None:
+async def test_a_child_that_dies_between_its_handle_and_its_play_is_replaced_and_the_next_takes_its_place() -> None:
     rig = Rig(max_runners=1)
-    seat, waiting = await rig.take(), rig.take()
+    handle, waiting = await rig.take(), rig.take()
     await settle()
     rig.host.launched[0][1].die()
     await settle()
-    assert not waiting.done(), "its place is its seat's until that is left"
-    seat.leave()
+    assert not waiting.done(), "its place is its handle's until that is left"
+    handle.leave()
     (await waiting).leave()
     assert [(view.restarts, view.state) for view in rig.runner.views()] == [(1, RunnerState.IDLE)]
     assert len(rig.host.live) == 1
@@ -59,9 +59,9 @@ async def test_a_child_that_dies_between_its_seat_and_its_play_is_replaced_and_t
 
 async def test_a_child_whose_work_was_stopped_is_killed_and_not_asked_to_leave_however_large_it_is() -> None:
     rig = Rig(max_runners=1, max_resident_mib=0.5)
-    seat = await rig.take()
-    seat._suspicion = "its work was stopped"
-    seat.leave()
+    handle = await rig.take()
+    handle._suspicion = "its work was stopped"
+    handle.leave()
     await settle()
     assert not rig.host.launched[0][1].is_alive
     assert rig.clock.live_timers == 0
@@ -73,10 +73,10 @@ async def test_a_child_whose_work_was_stopped_is_killed_and_not_asked_to_leave_h
 async def test_a_child_that_is_to_end_keeps_its_room_until_it_has_ended(way_out: str) -> None:
     rig = Rig(max_runners=1, max_resident_mib=0.5 if way_out == "too large" else None)
     rig.host.mood = "lingers"
-    seat = await rig.take(FakeToken("", 0))
+    handle = await rig.take(FakeToken("", 0))
     if way_out == "replaced":
-        seat._suspicion = "its work was stopped"
-    seat.leave()
+        handle._suspicion = "its work was stopped"
+    handle.leave()
     waiting = rig.take(FakeToken("", 1 if way_out == "let go" else 0))
     await settle()
     assert len(rig.host.launched) == 1, "two children, where there may be one"
@@ -90,11 +90,11 @@ async def test_a_child_that_is_to_end_keeps_its_room_until_it_has_ended(way_out:
 async def test_who_waits_for_the_room_of_a_child_that_does_not_end_hears_so() -> None:
     rig = Rig(max_runners=1, prepare_max_retries=0, start_seconds=0.01)
     rig.host.mood = "lingers"
-    seat = await rig.take()
-    seat._suspicion = "its work was stopped"
-    seat.leave()
+    handle = await rig.take()
+    handle._suspicion = "its work was stopped"
+    handle.leave()
     empty = await rig.take()
-    assert isinstance(empty, EmptySeat)
+    assert isinstance(empty, EmptyHandle)
     assert "has not ended" in empty._how
     rig.host.launched[0][1].die()
     await rig.runner.close()
@@ -104,18 +104,18 @@ async def test_a_runner_that_closes_ends_those_that_leave_those_that_start_and_t
     rig = Rig(max_runners=2, max_resident_mib=0.5)
     (await rig.take()).leave()  # Too large: it is asked to leave, and another comes.
     await settle()
-    seat = await rig.take()
+    handle = await rig.take()
     rig.host.gate.clear()
     waiting = [rig.take() for _ in range(2)]
     await settle()
     assert len(rig.host.live) == 2
     await asyncio.gather(rig.runner.close(), rig.runner.close())
     for one in waiting:
-        with pytest.raises(SeatGoneError):
+        with pytest.raises(RunnerGoneError):
             await one
-    with pytest.raises(SeatGoneError):
+    with pytest.raises(RunnerGoneError):
         await rig.take()
-    seat.leave()
+    handle.leave()
     assert rig.host.live == []
     assert rig.clock.live_timers == 0
     assert rig.host.starting == 0
@@ -140,11 +140,11 @@ async def test_a_child_plays_for_the_gpus_it_was_started_with_alone() -> None:
 
 async def test_who_has_waited_longest_is_next_whichever_children_would_do() -> None:
     rig = Rig(max_runners=1)
-    seat = await rig.take(FakeToken("", 0))
+    handle = await rig.take(FakeToken("", 0))
     order: list[str] = []
 
     async def take(name: str, token: Any) -> None:
-        taken = await rig.runner.take_seat(token)
+        taken = await rig.runner.take_handle(token)
         order.append(name)
         taken.leave()
 
@@ -152,7 +152,7 @@ async def test_who_has_waited_longest_is_next_whichever_children_would_do() -> N
     for name, token in (("a", FakeToken("", 0)), ("any", None), ("b", FakeToken("", 0))):
         waiting.append(asyncio.create_task(take(name, token)))
         await settle()
-    seat.leave()
+    handle.leave()
     await asyncio.wait(waiting)
     assert order == ["a", "any", "b"]
     await rig.runner.close()
@@ -160,27 +160,27 @@ async def test_who_has_waited_longest_is_next_whichever_children_would_do() -> N
 
 async def test_who_waits_for_gpus_without_a_child_is_not_passed_over_by_those_who_share_one() -> None:
     rig = Rig(max_runners=1)
-    seat, second = await rig.take(FakeToken("", 0)), rig.take(FakeToken("", 0))
+    handle, second = await rig.take(FakeToken("", 0)), rig.take(FakeToken("", 0))
     await settle()
     other = rig.take(FakeToken("", 1))
     await settle()
-    seat.leave()
-    seat, third = await second, rig.take(FakeToken("", 0))
+    handle.leave()
+    handle, third = await second, rig.take(FakeToken("", 0))
     await settle()
-    seat.leave()
-    seat = await other
+    handle.leave()
+    handle = await other
     assert rig.host.live == [("", (1,))]
     assert not third.done()
-    seat.leave()
+    handle.leave()
     (await third).leave()
     await rig.runner.close()
 
 
 async def test_who_gives_up_waiting_in_the_moment_that_he_is_given_a_child_gives_it_on() -> None:
     rig = Rig(max_runners=1)
-    seat, waiting = await rig.take(), rig.take()
+    handle, waiting = await rig.take(), rig.take()
     await settle()
-    seat.leave()
+    handle.leave()
     waiting.cancel()
     await settle()
     assert rig.states == [RunnerState.IDLE]
@@ -190,17 +190,17 @@ async def test_who_gives_up_waiting_in_the_moment_that_he_is_given_a_child_gives
 
 async def test_nobody_waits_on_a_node_that_is_gone() -> None:
     rig = Rig(max_runners=1)
-    seat = await rig.take(FakeToken("node-a"))
+    handle = await rig.take(FakeToken("node-a"))
     waiting = rig.take(FakeToken("node-a"))
     await settle()
     rig.runner.drop_node("node-a")
-    with pytest.raises(SeatGoneError):
+    with pytest.raises(RunnerGoneError):
         await waiting
-    with pytest.raises(SeatGoneError):
+    with pytest.raises(RunnerGoneError):
         await rig.take(FakeToken("node-a"))
     rig.host.launched[0][1].die("its node is gone")
     await settle()
-    seat.leave()
+    handle.leave()
     assert rig.runner.views() == [], "it is not started there again"
     (await rig.take(FakeToken("node-b"))).leave()
     rig.runner.add_node("node-a")
@@ -209,7 +209,7 @@ async def test_nobody_waits_on_a_node_that_is_gone() -> None:
 
 
 class Chaos:
-    """What slots, children and the machine may do, each at any moment."""
+    """What permits, children and the machine may do, each at any moment."""
 
     def __init__(self) -> None:
         self.rig = Rig(max_runners=3)
@@ -219,14 +219,14 @@ class Chaos:
 
     async def turn(self) -> None:
         await settle()
-        for seat in [seat for seat in self.waiting if seat.done()]:
-            self.waiting.remove(seat)
-            if seat.cancelled() or isinstance(seat.exception(), SeatGoneError):
+        for handle in [handle for handle in self.waiting if handle.done()]:
+            self.waiting.remove(handle)
+            if handle.cancelled() or isinstance(handle.exception(), RunnerGoneError):
                 continue
-            if isinstance(seat.result(), EmptySeat):
+            if isinstance(handle.result(), EmptyHandle):
                 assert self.is_spoiled
             else:
-                self.taken.append(seat.result())
+                self.taken.append(handle.result())
         assert len(self.taken) <= 3
         assert len(self.rig.host.live) <= 3
         assert sum(state != RunnerState.FAILED for state in self.rig.states) <= 3
@@ -272,7 +272,7 @@ class Chaos:
         await self.rig.clock.advance(number)
 
     async def end(self) -> None:
-        """All that is wrong is put right, whoever has a seat leaves it, and whoever waits gets one."""
+        """All that is wrong is put right, whoever has a handle leaves it, and whoever waits gets one."""
         self.rig.host.mood = ""
         for node in "ab":
             self.rig.runner.add_node(node)
@@ -308,7 +308,7 @@ STEPS = st.lists(
 @settings(max_examples=100)
 @given(STEPS)
 def test_no_place_is_ever_lost(steps: list[tuple[str, int, bool]]) -> None:
-    """Whatever happens in whichever order, everybody who waits gets a seat in the end, and never too many at once."""
+    """Whatever happens in whichever order, everybody who waits gets a handle in the end, and never too many at once."""
 
     async def play() -> None:
         chaos = Chaos()

@@ -370,5 +370,5 @@ def test_claims_stand_beside_the_training_of_their_namespace() -> None:
     line.push("e", 10)
     demand = PlacementDemand(per_sample=Resource(gpu=1), max_tokens=1)
     for _ in range(3):
-        line.queue.push_claim((0, 0), demand, 1, lambda _: None, 0.0, "a")
+        line.queue.push_lease((0, 0), demand, 1, lambda _: None, 0.0, "a")
     assert list(line.served(6)) == ["e", "claim"] * 3

@@ -22,11 +22,11 @@ from tests.support.leases import GPU, acquire_of, gpu_pool, release_of
 if TYPE_CHECKING:
     from py_scheduler.domain.leases import AcquireRequest
     from py_scheduler.placement import PlacementPool
-    from py_scheduler.scheduler.leases.manager import LeaseDesk
+    from py_scheduler.scheduler.leases.manager import LeaseManager
     from tests.support.harness import Harness
 
 
-async def waiting_claim(leases: LeaseDesk, name: str, tokens: int, batch_id: int) -> asyncio.Task[LeaseView]:
+async def waiting_lease(leases: LeaseManager, name: str, tokens: int, batch_id: int) -> asyncio.Task[LeaseView]:
     call = asyncio.create_task(leases.acquire(acquire_of(name, tokens, batch_id=batch_id, wait=True)))
     await settle()
     return call
@@ -38,9 +38,9 @@ async def test_batch_ids_order_claims_and_rollouts_alike() -> None:
     async with running_engine(spec, pool=gpu_pool(1), clock=FakeClock()) as harness:
         leases = harness.engine.leases
         held = await leases.acquire(acquire_of("holder"))
-        last = await waiting_claim(leases, "seven", 1, batch_id=7)
+        last = await waiting_lease(leases, "seven", 1, batch_id=7)
         await harness.submit([task_of("five")], 5)
-        first = await waiting_claim(leases, "three", 1, batch_id=3)
+        first = await waiting_lease(leases, "three", 1, batch_id=3)
         assert agent.inside == 0
         leases.release(release_of(held))
         await settle()
@@ -60,7 +60,7 @@ async def test_rollouts_pass_a_blocked_claim_only_so_often() -> None:
     async with running_engine(spec, pool=gpu_pool(4), clock=FakeClock(), settings=limits) as harness:
         leases = harness.engine.leases
         held = await leases.acquire(acquire_of("holder", 3))
-        large = await waiting_claim(leases, "large", 4, batch_id=0)
+        large = await waiting_lease(leases, "large", 4, batch_id=0)
         await harness.submit([task_of(f"{number}") for number in range(10)], 1)
         await settle()
         assert len(agent.order) == 3
@@ -187,7 +187,7 @@ class Player:
 
     def check(self) -> None:
         held = 0.5 * self._agent.inside
-        for claim in self._leases._claims.values():
+        for claim in self._leases._records.values():
             assert (claim.state is LeaseState.GRANTED) == bool(claim.tokens)
             assert (claim.state is LeaseState.PENDING) == (claim.entry is not None)
             if claim.fencing_token:
@@ -203,7 +203,7 @@ def test_free_and_held_are_the_total_at_every_step(script: list[tuple[Any, ...]]
     async def run() -> None:
         agent, clock, pool = GatedAgent(), FakeClock(), gpu_pool(2, 2)
         spec = spec_of(agent, resource=Resource(gpu=1, concurrency=2), run_resource=Resource(gpu=0.5))
-        limits = EngineSettings(max_bypass=2, retained_claims=8)
+        limits = EngineSettings(max_bypass=2, retained_leases=8)
         async with running_engine(spec, pool=pool, clock=clock, settings=limits) as harness:
             await Player(harness, agent, pool, clock).play(script)
 

@@ -52,7 +52,7 @@ class Gated:
 
     @property
     def held_places(self) -> int:
-        return len(self.gate._lines[DEFAULT_NAMESPACE].held)
+        return len(self.gate._trainings[DEFAULT_NAMESPACE].held)
 
     def tell(self, command: Command) -> list[Event]:
         events = self.ledger.decide(command)
@@ -156,7 +156,7 @@ def test_what_was_begun_before_a_restart_goes_on_although_more_is_accepted_than_
     again.let_go()
     assert again.through == {records[4].task_id: 2}
     again.end(AttemptState.SUCCEEDED)
-    assert (again.window.accepted, again.gate._lines[DEFAULT_NAMESPACE].running) == (5, 0)
+    assert (again.window.accepted, again.gate._trainings[DEFAULT_NAMESPACE].running) == (5, 0)
 
 
 actions = st.one_of(

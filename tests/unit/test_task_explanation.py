@@ -47,7 +47,7 @@ def waits(queue: ReadyQueue, task_id: str, pool: PlacementPool | None, ended: st
     submission = SimpleNamespace(key=SubmissionKey("7/eval"))
     ledger = SimpleNamespace(submission=lambda _: submission, is_waiting=lambda ref: ref.task_id != ended)
     explainer = TaskExplainer(
-        queue, pool, cast("Ledger", ledger), now=10.0, max_slots=5, reason_of=lambda _, ahead: f"{ahead.in_all} ahead"
+        queue, pool, cast("Ledger", ledger), now=10.0, max_permits=5, reason_of=lambda _, ahead: f"{ahead.in_all} ahead"
     )
     return explainer.waits_of("s", task_id)
 
@@ -55,7 +55,7 @@ def waits(queue: ReadyQueue, task_id: str, pool: PlacementPool | None, ended: st
 def test_a_claim_from_outside_is_ahead_and_the_budget_bounds_what_is_needed() -> None:
     queue = ReadyQueue(max_bypass=5)
     demand = PlacementDemand(budget=Resource(gpu=8, concurrency=3), per_sample=SAMPLE, max_tokens=3)
-    queue.push_claim((1.0, 0), demand, 3, lambda _: None, 4.0, "default")
+    queue.push_lease((1.0, 0), demand, 3, lambda _: None, 4.0, "default")
     spec = spec_of(
         SolvingAgent(),
         resource=Resource(gpu=1, concurrency=8),

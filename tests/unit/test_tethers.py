@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from py_scheduler.api.disconnect_guard import Tethers
+from py_scheduler.api.disconnect_guard import DisconnectGuard
 from py_scheduler.domain.requests import EventFilter
 from tests.support.fake_engine import FakeEngine
 
@@ -28,7 +28,7 @@ class SlowEngine(FakeEngine):
 
 async def test_what_is_being_aborted_when_the_server_ends_is_let_go_of() -> None:
     engine = SlowEngine()
-    tethers = Tethers(engine, 0.0)
+    tethers = DisconnectGuard(engine, 0.0)
     try:
         with tethers.held(EventFilter(submission_id="s")):
             raise ConnectionError

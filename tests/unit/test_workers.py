@@ -22,10 +22,10 @@ def _turns_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Burst:
-    """Slots that wait for nothing, until the last one is drained."""
+    """Permits that wait for nothing, until the last one is drained."""
 
-    def __init__(self, slots: int) -> None:
-        self.left = slots
+    def __init__(self, permits: int) -> None:
+        self.left = permits
         self.players: list[Worker] = []
         self.is_over = asyncio.Event()
 
@@ -37,17 +37,17 @@ class Burst:
 
 
 class Held:
-    """Slots whose work goes on until it is let go."""
+    """Permits whose work goes on until it is let go."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, permits: int) -> None:
         self.begun = 0
         self.all_begun = asyncio.Event()
         self.let_go = asyncio.Event()
-        self._slots = slots
+        self._permits = permits
 
     async def drain(self, _token: PlacementToken | None, _worker: Worker) -> None:
         self.begun += 1
-        if self.begun == self._slots:
+        if self.begun == self._permits:
             self.all_begun.set()
         await self.let_go.wait()
 
@@ -105,7 +105,7 @@ async def test_a_burst_that_waits_for_nothing_wakes_one_worker_beside_the_one_th
 
 
 class Once:
-    """A slot whose worker can be cancelled at it, from where nobody passes the cancellation on."""
+    """A permit whose worker can be cancelled at it, from where nobody passes the cancellation on."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()

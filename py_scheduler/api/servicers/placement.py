@@ -1,4 +1,4 @@
-"""PlacementService on an engine's lease desk."""
+"""PlacementService on an engine's lease manager."""
 
 # ruff: noqa: N802, ARG002 - names and signatures are the proto's
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PlacementServicer(placement_service_pb2_grpc.PlacementServiceServicer):
-    """Decode, call the desk, encode. Errors travel to the boundary."""
+    """Decode, call the step service, encode. Errors travel to the boundary."""
 
     def __init__(self, engine: EnginePort) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
-"""RolloutService on a desk that executes steps.
+"""RolloutService on a step service that executes steps.
 
-Invariant: a call ends its following in the task of its own call, whichever way the call ends, so the desk knows at once
-that a client is gone.
+Invariant: a call ends its following in the task of its own call, whichever way the call ends, so the step service knows
+at once that a client is gone.
 """
 
 # ruff: noqa: N802 - names and signatures are the proto's
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 
 class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
-    """Decode, follow the step, encode. Errors travel to the boundary. desk: None on a server that executes no steps."""
+    """Decode, follow the step, encode. Errors travel to the boundary. step_service: None on a server that executes no
+    steps.
+    """
 
-    def __init__(self, engine: EnginePort, desk: RolloutPort | None) -> None:
+    def __init__(self, engine: EnginePort, step_service: RolloutPort | None) -> None:
         self._engine = engine
-        self._desk = desk
+        self._step_service = step_service
 
     async def ExecuteRollout(  # type: ignore[override] # writes to the context instead of yielding
         self, request: service.ExecuteRolloutRequest, context: OutgoingStream
@@ -49,7 +51,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: service.ReadSamplesRequest, context: OutgoingStream
     ) -> None:
         rollout_id = wire.decode_read_request(request)
-        async with aclosing(self._desk_here.saved_groups(rollout_id)) as groups:
+        async with aclosing(self._running_service.saved_groups(rollout_id)) as groups:
             group_no = 0
             async for group in groups:
                 for encoded in encode_group(group_no, group):
@@ -57,17 +59,17 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 group_no += 1
 
     @property
-    def _desk_here(self) -> RolloutPort:
-        if self._desk is None:
+    def _running_service(self) -> RolloutPort:
+        if self._step_service is None:
             raise FailedPreconditionError("this server executes no steps: submit tasks with SubmitTasks")
-        return self._desk
+        return self._step_service
 
     async def _follow(self, message: wire.ExecuteRequest, context: OutgoingStream) -> None:
         request = wire.decode_step_request(message)
         cursors = wire.step_cursors(request, self._engine.store_epoch, self._engine.oldest_sequence)
         after = cursors.decode(message.cursor)
         through = 0
-        async with aclosing(self._desk_here.follow(request, after)) as following:
+        async with aclosing(self._running_service.follow(request, after)) as following:
             async for item in following:
                 if isinstance(item, StepReport):
                     await context.write(wire.encode_report_frame(item, through, cursors))

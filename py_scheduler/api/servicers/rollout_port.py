@@ -1,4 +1,4 @@
-"""What the API needs of who executes steps: `interfaces.step_service.StepDesk`, or a stand-in for it."""
+"""What the API needs of who executes steps: `interfaces.step_service.StepService`, or a stand-in for it."""
 
 from __future__ import annotations
 

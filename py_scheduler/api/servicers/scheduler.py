@@ -18,7 +18,7 @@ import msgspec
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
 from py_scheduler.api.boundary import CallRefusedError, caller
-from py_scheduler.api.disconnect_guard import Tethers
+from py_scheduler.api.disconnect_guard import DisconnectGuard
 from py_scheduler.api.servicers.collecting import CollectingServicer
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire import requests as wire
@@ -65,7 +65,7 @@ class SchedulerServicer(CollectingServicer, scheduler_service_pb2_grpc.Scheduler
         self._max_tasks_per_call = max_tasks_per_call
         self._streams: set[_Stream] = set()
         self._ending = False
-        self._tethers = Tethers(engine, disconnect_grace_seconds)
+        self._tethers = DisconnectGuard(engine, disconnect_grace_seconds)
 
     @property
     def open_streams(self) -> int:

@@ -1,4 +1,4 @@
-"""What a slot takes at a child runner, and plays one attempt with: a child, or the word that none could be started."""
+"""What a permit takes at a child runner: a child that plays one attempt, or the word that none could be started."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     from py_scheduler.domain.task import Task
     from py_scheduler.execution.attempt import AttemptReport, RunningAttempt
     from py_scheduler.execution.children.session import ChildSession
-    from py_scheduler.execution.children.slots import ChildPlace
+    from py_scheduler.execution.children.slots import ChildSlot
     from py_scheduler.execution.workers import Worker
 
 
-class ChildSeat:
+class ChildHandle:
     """One child for one attempt: the next one begins with a ping again.
 
-    give_back: takes the place, and why its child is to be replaced (empty: it is not).
+    give_back: takes the slot, and why its child is to be replaced (empty: it is not).
     """
 
-    def __init__(self, give_back: Callable[[ChildPlace, str], None], place: ChildPlace, session: ChildSession) -> None:
+    def __init__(self, give_back: Callable[[ChildSlot, str], None], slot: ChildSlot, session: ChildSession) -> None:
         self._give_back = give_back
-        self._place = place
+        self._slot = slot
         self._session = session
         self._suspicion = ""
         self.is_usable = True
 
     async def play(self, running: RunningAttempt) -> AttemptReport:
-        session, place = self._session, self._place
+        session, slot = self._session, self._slot
         self.is_usable = False
-        session.worker, place.running = running.worker, running
+        session.worker, slot.running = running.worker, running
         running.kill = lambda: session.kill("its handler ignored a stop")
         try:
             return await play_samples(running, session)
         finally:
-            session.worker = place.running = None
+            session.worker = slot.running = None
             session.forget_episode()
             self._suspicion = "its work was stopped" if running.restarts_runner else ""
 
@@ -55,10 +55,10 @@ class ChildSeat:
             self._session.worker = worker.kill = None
 
     def leave(self) -> None:
-        self._give_back(self._place, self._suspicion)
+        self._give_back(self._slot, self._suspicion)
 
 
-class EmptySeat:
+class EmptyHandle:
     """Where no child could be started: what is played there is lost, so that whoever waits hears why."""
 
     def __init__(self, how: str) -> None:
@@ -71,7 +71,7 @@ class EmptySeat:
 
     async def play_group(
         self,
-        worker: Worker,  # noqa: ARG002 -- as of every seat
+        worker: Worker,  # noqa: ARG002 -- as of every handle
         task_id: str,  # noqa: ARG002
         task: Task,  # noqa: ARG002
         samples: Sequence[SampleDone],  # noqa: ARG002

@@ -8,7 +8,7 @@ from py_scheduler.domain.runners.runner import RunnerState
 
 if TYPE_CHECKING:
     from py_scheduler.domain.ports import Clock, TimerHandle
-    from py_scheduler.execution.children.slots import ChildPlaces
+    from py_scheduler.execution.children.slots import ChildSlots
 
 _SECONDS = 0.5
 """Between two looks."""
@@ -17,8 +17,8 @@ _SECONDS = 0.5
 class MemoryWatch:
     """Kills what is larger than `limit_mib`, from a `begin` until no child is busy any more. None: it never looks."""
 
-    def __init__(self, places: ChildPlaces, limit_mib: float | None, clock: Clock) -> None:
-        self._places = places
+    def __init__(self, slots: ChildSlots, limit_mib: float | None, clock: Clock) -> None:
+        self._slots = slots
         self._limit_mib = limit_mib
         self._clock = clock
         self._next: TimerHandle | None = None
@@ -33,7 +33,7 @@ class MemoryWatch:
 
     def _look(self) -> None:
         self._next = None
-        busy = [place.session for place in self._places if place.state is RunnerState.BUSY]
+        busy = [slot.session for slot in self._slots if slot.state is RunnerState.BUSY]
         for session in busy:
             size_mib = None if session is None else session.child.resident_mib()
             if session is not None and size_mib is not None and self._limit_mib and size_mib > self._limit_mib:

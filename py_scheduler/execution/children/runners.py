@@ -1,15 +1,15 @@
 """Runners that are children outside the loop, processes or actors: how many there are, and who gets which.
 
 Invariants
-  1. At most `max_runners` places have a child or one on its way: STARTING, IDLE or BUSY. A child that is dead, too
-     large or under suspicion is replaced before its place counts as capacity again, and has ended before another one
+  1. At most `max_runners` slots have a child or one on its way: STARTING, IDLE or BUSY. A child that is dead, too
+     large or under suspicion is replaced before its slot counts as capacity again, and has ended before another one
      is launched.
-  2. A child that is handed out has answered a ping since; a slot waits for one before its attempt is begun, so a child
-     that dies while nobody plays costs no attempt.
-  3. A place whose start failed is tried again after a backoff, for as long as somebody waits for it: capacity is never
-     lost, and a start that always fails is not tried in a loop. Meanwhile the place takes no room from others.
-  4. Nobody waits in vain: who waits for children of which there is none, and could be started none, gets an empty seat.
-     What is played there is lost, so a task's own budget bounds how often that is tried.
+  2. A child that is handed out has answered a ping since; a permit waits for one before its attempt is begun, so a
+     child that dies while nobody plays costs no attempt.
+  3. A slot whose start failed is tried again after a backoff, for as long as somebody waits for it: capacity is never
+     lost, and a start that always fails is not tried in a loop. Meanwhile the slot takes no room from others.
+  4. Nobody waits in vain: who waits for children of which there is none, and could be started none, gets an empty
+     handle. What is played there is lost, so a task's own budget bounds how often that is tried.
   5. A child sees the GPUs that it was started with: it plays for tokens of those GPUs alone. Who waits for GPUs that
      have no child at all is not passed over for ever by who shares one.
 """
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 from py_scheduler.domain.runners.runner import ANYWHERE, RunnerState
 from py_scheduler.domain.values.backoff import backoff_seconds
 from py_scheduler.errors import RunnerStartError
-from py_scheduler.execution.children.handle import ChildSeat, EmptySeat
+from py_scheduler.execution.children.handle import ChildHandle, EmptyHandle
 from py_scheduler.execution.children.memory import MemoryWatch
-from py_scheduler.execution.children.slots import ChildPlaces
+from py_scheduler.execution.children.slots import ChildSlots
 from py_scheduler.execution.children.starter import ChildStarter
-from py_scheduler.execution.runner import SeatGoneError
+from py_scheduler.execution.runner import RunnerGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.runners.runner import ChildHost, HandlerPlan, RunnerKey, RunnerSettings, RunnerView
     from py_scheduler.execution.children.session import ChildSession, Variables
-    from py_scheduler.execution.children.slots import ChildPlace, Line
-    from py_scheduler.execution.runner import Seat
+    from py_scheduler.execution.children.slots import ChildSlot, WaitQueue
+    from py_scheduler.execution.runner import RunnerHandle
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class ChildRunners:
     first_key: of the children that are started before anything waits for one.
     """
 
-    standing_seat = None
+    standing_handle = None
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class ChildRunners:
         self._clock = clock
         self._first_key = first_key
         self._starter = ChildStarter(host, settings, plan, variables, import_path)
-        self._places = ChildPlaces(evaluator_id, settings.max_runners)
-        self._memory = MemoryWatch(self._places, settings.hard_resident_mib, clock)
+        self._slots = ChildSlots(evaluator_id, settings.max_runners)
+        self._memory = MemoryWatch(self._slots, settings.hard_resident_mib, clock)
         self._arrivals = itertools.count()
         self._gone_nodes: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,36 +90,36 @@ class ChildRunners:
         await self._host.open()
         self._is_open = True
         for _ in range(min(self._settings.min_runners, self._settings.max_runners)):
-            self._start(self._places.new(self._first_key))
+            self._start(self._slots.new(self._first_key))
         while self._tasks:  # One that fails is followed by another try.
             await asyncio.wait([*self._tasks])
-        failed = [place for place in self._places if place.state is RunnerState.FAILED]
+        failed = [slot for slot in self._slots if slot.state is RunnerState.FAILED]
         if failed:
             await self.close()
             raise RunnerStartError(f"evaluator {self._evaluator_id!r}: no runner could be started: {failed[0].message}")
 
-    async def take_seat(self, token: PlacementToken | None) -> Seat:
+    async def take_handle(self, token: PlacementToken | None) -> RunnerHandle:
         try:
             return await self._take(ANYWHERE if token is None else self._host.key_of(token))
         except RunnerStartError as error:
-            return EmptySeat(f"no runner could be started: {error}")
+            return EmptyHandle(f"no runner could be started: {error}")
 
     def views(self) -> list[RunnerView]:
         now = self._clock.monotonic()
-        return [place.view(self.kind, self._evaluator_id, now) for place in self._places]
+        return [slot.view(self.kind, self._evaluator_id, now) for slot in self._slots]
 
     async def close(self) -> None:
         self._is_closed = True
-        for line in self._places.lines:
-            line.forget_failure()
-            line.refuse_all(SeatGoneError("the server is ending"))
+        for queue in self._slots.queues:
+            queue.forget_failure()
+            queue.refuse_all(RunnerGoneError("the server is ending"))
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait([*self._tasks])
         self._memory.end()
         await self._starter.close()
-        self._places.clear()
+        self._slots.clear()
         if self._is_open:
             self._is_open = False
             await self._host.close()
@@ -127,41 +127,41 @@ class ChildRunners:
     def drop_node(self, node_ip: str) -> None:
         """The node is gone: nobody waits for runners there any more."""
         self._gone_nodes.add(node_ip)
-        for line in [line for line in self._places.lines if line.key[0] == node_ip]:
-            line.refuse_all(SeatGoneError(f"node {node_ip} is gone"))
-            if line.failed is not None:
-                self._places.drop(line.failed)
+        for queue in [queue for queue in self._slots.queues if queue.key[0] == node_ip]:
+            queue.refuse_all(RunnerGoneError(f"node {node_ip} is gone"))
+            if queue.failed is not None:
+                self._slots.drop(queue.failed)
 
     def add_node(self, node_ip: str) -> None:
         self._gone_nodes.discard(node_ip)
 
     # Taking and leaving
 
-    async def _take(self, key: RunnerKey) -> ChildSeat:
+    async def _take(self, key: RunnerKey) -> ChildHandle:
         while True:
-            place = self._pop_idle(key) or await self._wait_for(key)
-            session = place.session
+            slot = self._pop_idle(key) or await self._wait_for(key)
+            session = slot.session
             assert session is not None, "who is handed out has a child"
             try:
                 async with asyncio.timeout(_PING_SECONDS):
                     is_alive = await session.ping()
             except TimeoutError:
-                logger.warning("runner %s did not answer within %g s", place.runner_id, _PING_SECONDS)
+                logger.warning("runner %s did not answer within %g s", slot.runner_id, _PING_SECONDS)
                 is_alive = False
             except BaseException:
-                self.give_back(place)
+                self.give_back(slot)
                 raise
             if is_alive:
-                place.failed_tries = place.failed_rounds = 0
-                place.has_played = True
-                return ChildSeat(self.give_back, place, session)
-            self.give_back(place, suspicion="it did not say that it was alive")
-            if place.state is RunnerState.FAILED and self._places.is_hopeless(self._places.line(key)):
-                raise RunnerStartError(place.message)
+                slot.failed_tries = slot.failed_rounds = 0
+                slot.has_played = True
+                return ChildHandle(self.give_back, slot, session)
+            self.give_back(slot, suspicion="it did not say that it was alive")
+            if slot.state is RunnerState.FAILED and self._slots.is_hopeless(self._slots.queue(key)):
+                raise RunnerStartError(slot.message)
 
-    def give_back(self, place: ChildPlace, suspicion: str = "") -> None:
-        """Of a seat that is left: replaces the child if it is not what it should be."""
-        session, limit = place.session, self._settings.max_resident_mib
+    def give_back(self, slot: ChildSlot, suspicion: str = "") -> None:
+        """Of a handle that is left: replaces the child if it is not what it should be."""
+        session, limit = slot.session, self._settings.max_resident_mib
         assert session is not None
         if self._is_closed:
             return
@@ -174,11 +174,11 @@ class ChildRunners:
             self._retire(session)
             why = f"was replaced: it held {session.resident_mib:.0f} MiB, max_resident_mib is {limit:g}"
         else:
-            self._release(place)
+            self._release(slot)
             return
-        place.message = f"the runner before this one {why}"
-        logger.warning("runner %s: %s", place.runner_id, place.message)
-        self._replace(place)
+        slot.message = f"the runner before this one {why}"
+        logger.warning("runner %s: %s", slot.runner_id, slot.message)
+        self._replace(slot)
 
     def _retire(self, session: ChildSession) -> None:
         """It has nothing to do any more; one that does not leave by itself is made to."""
@@ -186,144 +186,144 @@ class ChildRunners:
         until = self._clock.monotonic() + _LEAVE_SECONDS
         self._leaving[session] = self._clock.call_at(until, lambda: session.kill("it did not leave"))
 
-    def _replace(self, place: ChildPlace) -> None:
-        place.session = None
-        place.restarts += 1
-        if place.has_played:
-            self._start(place)
+    def _replace(self, slot: ChildSlot) -> None:
+        slot.session = None
+        slot.restarts += 1
+        if slot.has_played:
+            self._start(slot)
         else:
-            self._has_failed(place)
+            self._has_failed(slot)
 
-    def _pop_idle(self, key: RunnerKey) -> ChildPlace | None:
-        line = self._places.line_with_idle(key)
-        return None if line is None else self._busy(line.idle.pop())
+    def _pop_idle(self, key: RunnerKey) -> ChildSlot | None:
+        queue = self._slots.queue_with_idle(key)
+        return None if queue is None else self._busy(queue.idle.pop())
 
-    def _busy(self, place: ChildPlace) -> ChildPlace:
-        place.state = RunnerState.BUSY
+    def _busy(self, slot: ChildSlot) -> ChildSlot:
+        slot.state = RunnerState.BUSY
         self._memory.begin()
-        return place
+        return slot
 
-    async def _wait_for(self, key: RunnerKey) -> ChildPlace:
+    async def _wait_for(self, key: RunnerKey) -> ChildSlot:
         if self._is_closed:
-            raise SeatGoneError("the server is ending")
+            raise RunnerGoneError("the server is ending")
         if key[0] in self._gone_nodes:
-            raise SeatGoneError(f"node {key[0]} is gone")
-        line = self._places.line(key)
-        waiter = line.join(next(self._arrivals))
-        self._provide(line)
+            raise RunnerGoneError(f"node {key[0]} is gone")
+        queue = self._slots.queue(key)
+        waiter = queue.join(next(self._arrivals))
+        self._provide(queue)
         try:
             return await waiter.given
         except asyncio.CancelledError:
-            if (given := line.withdraw(waiter)) is not None:
+            if (given := queue.withdraw(waiter)) is not None:
                 self._release(given)
-            self._provide(line)
+            self._provide(queue)
             raise
 
-    def _release(self, place: ChildPlace) -> None:
+    def _release(self, slot: ChildSlot) -> None:
         """To whoever has waited longest for one like it, or it idles; or it makes room for who has none at all."""
-        line = self._places.line_served_by(place)
-        if line.first is None:
-            place.state = RunnerState.IDLE
-            self._places.line(place.key).idle.append(place)
-        elif not self._places.is_anybody_starved(line.arrival_no):
-            line.give(self._busy(place))
+        queue = self._slots.queue_served_by(slot)
+        if queue.first is None:
+            slot.state = RunnerState.IDLE
+            self._slots.queue(slot.key).idle.append(slot)
+        elif not self._slots.is_anybody_starved(queue.arrival_no):
+            queue.give(self._busy(slot))
             return
         else:
-            self._let_go(place)
+            self._let_go(slot)
         self._provide_all()
 
-    # Places
+    # Slots
 
-    def _let_go(self, place: ChildPlace) -> None:
-        assert place.session is not None
-        place.session.kill("its place is needed for other GPUs")
-        place.session = None
-        self._places.drop(place)
+    def _let_go(self, slot: ChildSlot) -> None:
+        assert slot.session is not None
+        slot.session.kill("its slot is needed for other GPUs")
+        slot.session = None
+        self._slots.drop(slot)
 
     def _make_room(self) -> bool:
         """Lets an idle child go that nobody waits for."""
-        line = self._places.line_with_idle(ANYWHERE)
-        if line is not None:
-            self._let_go(line.idle.pop(0))
-        return line is not None
+        queue = self._slots.queue_with_idle(ANYWHERE)
+        if queue is not None:
+            self._let_go(queue.idle.pop(0))
+        return queue is not None
 
     def _provide_all(self) -> None:
-        for line in self._places.lines:
-            self._provide(line)
+        for queue in self._slots.queues:
+            self._provide(queue)
 
-    def _provide(self, line: Line) -> None:
+    def _provide(self, queue: WaitQueue) -> None:
         """Starts as many as are waited for, as far as there is room."""
-        if self._is_closed or line.is_held_back:
+        if self._is_closed or queue.is_held_back:
             return
-        if line.failed is not None and line.missing <= 0:
-            self._places.drop(line.failed)
-        for _ in range(line.missing):
-            if not (self._places.has_room or self._make_room()):
+        if queue.failed is not None and queue.missing <= 0:
+            self._slots.drop(queue.failed)
+        for _ in range(queue.missing):
+            if not (self._slots.has_room or self._make_room()):
                 return
-            if line.failed is not None:
-                place = line.failed
-                line.forget_failure()
-                place.restarts += 1
+            if queue.failed is not None:
+                slot = queue.failed
+                queue.forget_failure()
+                slot.restarts += 1
             else:
-                place = self._places.new(line.key)
-            self._start(place)
+                slot = self._slots.new(queue.key)
+            self._start(slot)
 
     # Starting
 
-    def _start(self, place: ChildPlace) -> None:
+    def _start(self, slot: ChildSlot) -> None:
         if self._is_closed:
             return
-        if place.key[0] in self._gone_nodes:
-            self._places.drop(place)
+        if slot.key[0] in self._gone_nodes:
+            self._slots.drop(slot)
             self._provide_all()
             return
-        place.state = RunnerState.STARTING
-        place.has_played = False
-        task = asyncio.get_running_loop().create_task(self._bring_up(place), name=f"start {place.runner_id}")
+        slot.state = RunnerState.STARTING
+        slot.has_played = False
+        task = asyncio.get_running_loop().create_task(self._bring_up(slot), name=f"start {slot.runner_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _bring_up(self, place: ChildPlace) -> None:
+    async def _bring_up(self, slot: ChildSlot) -> None:
         try:
-            place.session = await self._starter.launch(place.key, lambda ended: self._ended(place, ended))
+            slot.session = await self._starter.launch(slot.key, lambda ended: self._ended(slot, ended))
         except RunnerStartError as error:
-            place.message = str(error)
-            self._has_failed(place)
+            slot.message = str(error)
+            self._has_failed(slot)
         else:
-            self._release(place)
+            self._release(slot)
 
-    def _has_failed(self, place: ChildPlace) -> None:
+    def _has_failed(self, slot: ChildSlot) -> None:
         """A start came to nothing: once more, or not before a while."""
-        place.failed_tries += 1
-        tries_left = self._settings.prepare_max_retries + 1 - place.failed_tries
-        logger.warning("runner %s did not start (%d tries left): %s", place.runner_id, tries_left, place.message)
+        slot.failed_tries += 1
+        tries_left = self._settings.prepare_max_retries + 1 - slot.failed_tries
+        logger.warning("runner %s did not start (%d tries left): %s", slot.runner_id, tries_left, slot.message)
         if tries_left > 0:
-            self._start(place)
+            self._start(slot)
             return
-        place.failed_tries = 0
-        place.failed_rounds += 1
-        place.state = RunnerState.FAILED
-        line = self._places.line(place.key)
-        if line.failed is not None or self._is_closed or place.key[0] in self._gone_nodes:
-            self._places.drop(place)
+        slot.failed_tries = 0
+        slot.failed_rounds += 1
+        slot.state = RunnerState.FAILED
+        queue = self._slots.queue(slot.key)
+        if queue.failed is not None or self._is_closed or slot.key[0] in self._gone_nodes:
+            self._slots.drop(slot)
         else:
-            wait_seconds = backoff_seconds(place.failed_rounds, _FIRST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS)
+            wait_seconds = backoff_seconds(slot.failed_rounds, _FIRST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS)
             until = self._clock.monotonic() + wait_seconds
-            line.failed, line.backoff = place, self._clock.call_at(until, lambda: self._may_try_again(line))
-        if self._places.is_hopeless(line):
-            line.refuse_all(RunnerStartError(place.message))
+            queue.failed, queue.backoff = slot, self._clock.call_at(until, lambda: self._may_try_again(queue))
+        if self._slots.is_hopeless(queue):
+            queue.refuse_all(RunnerStartError(slot.message))
         self._provide_all()
 
-    def _may_try_again(self, line: Line) -> None:
-        line.may_try_again = True
-        self._provide(line)
+    def _may_try_again(self, queue: WaitQueue) -> None:
+        queue.may_try_again = True
+        self._provide(queue)
 
-    def _ended(self, place: ChildPlace, session: ChildSession) -> None:
-        """A child is no more. Who plays with it hears so by himself; one that idled leaves its place to others."""
+    def _ended(self, slot: ChildSlot, session: ChildSession) -> None:
+        """A child is no more. Who plays with it hears so by himself; one that idled leaves its slot to others."""
         if (timer := self._leaving.pop(session, None)) is not None:
             timer.cancel()
-        if place.session is session and place.state is RunnerState.IDLE and not self._is_closed:
-            logger.warning("runner %s ended while it was idle: %s", place.runner_id, session.how_it_ended)
-            self._places.line(place.key).idle.remove(place)
-            self._places.drop(place)
+        if slot.session is session and slot.state is RunnerState.IDLE and not self._is_closed:
+            logger.warning("runner %s ended while it was idle: %s", slot.runner_id, session.how_it_ended)
+            self._slots.queue(slot.key).idle.remove(slot)
+            self._slots.drop(slot)
             self._provide_all()

@@ -1,6 +1,6 @@
-"""The places of an evaluator's children, and by key who waits for which. Nothing is started or ended here.
+"""The slots of an evaluator's children, and by key who waits for which. Nothing is started or ended here.
 
-Invariant: a place is in the line of its key from `new` to `drop`.
+Invariant: a slot is in the queue of its key from `new` to `drop`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from py_scheduler.execution.children.session import ChildSession
 
 
-class ChildPlace:
+class ChildSlot:
     """Where one child lives, and after it the next: kept over restarts.
 
     failed_tries: starts in a row that came to nothing. failed_rounds: how often in a row all tries did.
-    has_played: the child that is there now, whether it was ever given to a slot.
+    has_played: the child that is there now, whether it was ever given to a permit.
     """
 
     def __init__(self, runner_id: str, key: RunnerKey) -> None:
@@ -72,25 +72,25 @@ class ChildPlace:
 
 
 class Waiter:
-    """A slot that wants a child. arrival_no: who is older goes first, whichever of the children would do for both."""
+    """A permit that wants a child. arrival_no: who is older goes first, whichever of the children would do for both."""
 
     def __init__(self, arrival_no: int) -> None:
         self.arrival_no = arrival_no
-        self.given: asyncio.Future[ChildPlace] = asyncio.get_running_loop().create_future()
+        self.given: asyncio.Future[ChildSlot] = asyncio.get_running_loop().create_future()
 
 
-class Line:
+class WaitQueue:
     """Of one key.
 
-    failed: the place whose start failed last, if it has not been tried again; of several the first.
-    may_try_again: the backoff of that place is over.
+    failed: the slot whose start failed last, if it has not been tried again; of several the first.
+    may_try_again: the backoff of that slot is over.
     """
 
     def __init__(self, key: RunnerKey) -> None:
         self.key = key
-        self.places: set[ChildPlace] = set()
-        self.idle: list[ChildPlace] = []
-        self.failed: ChildPlace | None = None
+        self.slots: set[ChildSlot] = set()
+        self.idle: list[ChildSlot] = []
+        self.failed: ChildSlot | None = None
         self.may_try_again = False
         self.backoff: TimerHandle | None = None
         self._waiters: deque[Waiter] = deque()
@@ -111,12 +111,12 @@ class Line:
     def missing(self) -> int:
         """How many are waited for beyond those that are on their way."""
         waiting = sum(not waiter.given.done() for waiter in self._waiters)
-        return waiting - sum(place.state is RunnerState.STARTING for place in self.places)
+        return waiting - sum(slot.state is RunnerState.STARTING for slot in self.slots)
 
     @property
-    def has_live_places(self) -> bool:
+    def has_live_slots(self) -> bool:
         """Also such as are on their way."""
-        return any(place is not self.failed for place in self.places)
+        return any(slot is not self.failed for slot in self.slots)
 
     @property
     def is_held_back(self) -> bool:
@@ -128,7 +128,7 @@ class Line:
         self._waiters.append(waiter)
         return waiter
 
-    def withdraw(self, waiter: Waiter) -> ChildPlace | None:
+    def withdraw(self, waiter: Waiter) -> ChildSlot | None:
         """What it was given before it could be told that it is no longer to wait."""
         if waiter in self._waiters:
             self._waiters.remove(waiter)
@@ -137,9 +137,9 @@ class Line:
             return None
         return given.result()
 
-    def give(self, place: ChildPlace) -> None:
+    def give(self, slot: ChildSlot) -> None:
         """To the first, who must be there."""
-        self._waiters.popleft().given.set_result(place)
+        self._waiters.popleft().given.set_result(slot)
 
     def refuse_all(self, error: Exception) -> None:
         while (waiter := self.first) is not None:
@@ -152,71 +152,71 @@ class Line:
         self.may_try_again = False
 
 
-class ChildPlaces:
+class ChildSlots:
     """max_live: how many may have a child or one on its way."""
 
     def __init__(self, evaluator_id: str, max_live: int) -> None:
         self._evaluator_id = evaluator_id
         self._max_live = max_live
         self._numbers = itertools.count()
-        self._places: dict[str, ChildPlace] = {}
-        self._lines: dict[RunnerKey, Line] = {}
+        self._slots: dict[str, ChildSlot] = {}
+        self._queues: dict[RunnerKey, WaitQueue] = {}
 
-    def __iter__(self) -> Iterator[ChildPlace]:
-        return iter(self._places.values())
+    def __iter__(self) -> Iterator[ChildSlot]:
+        return iter(self._slots.values())
 
-    def new(self, key: RunnerKey) -> ChildPlace:
-        place = ChildPlace(f"{self._evaluator_id}/{next(self._numbers)}", key)
-        self._places[place.runner_id] = place
-        self.line(key).places.add(place)
-        return place
+    def new(self, key: RunnerKey) -> ChildSlot:
+        slot = ChildSlot(f"{self._evaluator_id}/{next(self._numbers)}", key)
+        self._slots[slot.runner_id] = slot
+        self.queue(key).slots.add(slot)
+        return slot
 
-    def drop(self, place: ChildPlace) -> None:
-        line = self.line(place.key)
-        del self._places[place.runner_id]
-        line.places.discard(place)
-        if line.failed is place:
-            line.forget_failure()
+    def drop(self, slot: ChildSlot) -> None:
+        queue = self.queue(slot.key)
+        del self._slots[slot.runner_id]
+        queue.slots.discard(slot)
+        if queue.failed is slot:
+            queue.forget_failure()
 
     def clear(self) -> None:
-        self._places.clear()
-        self._lines.clear()
+        self._slots.clear()
+        self._queues.clear()
 
     # Lines
 
-    def line(self, key: RunnerKey) -> Line:
-        return self._lines.setdefault(key, Line(key))
+    def queue(self, key: RunnerKey) -> WaitQueue:
+        return self._queues.setdefault(key, WaitQueue(key))
 
     @property
-    def lines(self) -> list[Line]:
+    def queues(self) -> list[WaitQueue]:
         """Whose first has waited longest comes first."""
-        return sorted(self._lines.values(), key=lambda line: line.arrival_no)
+        return sorted(self._queues.values(), key=lambda queue: queue.arrival_no)
 
-    def line_served_by(self, place: ChildPlace) -> Line:
-        """Of those that a place would do for, the one whose first has waited longest."""
-        return min(self.line(place.key), self.line(ANYWHERE), key=lambda line: line.arrival_no)
+    def queue_served_by(self, slot: ChildSlot) -> WaitQueue:
+        """Of those that a slot would do for, the one whose first has waited longest."""
+        return min(self.queue(slot.key), self.queue(ANYWHERE), key=lambda queue: queue.arrival_no)
 
-    def line_with_idle(self, key: RunnerKey) -> Line | None:
+    def queue_with_idle(self, key: RunnerKey) -> WaitQueue | None:
         """One with idle children that would do for the key."""
-        line = self.line(key)
-        if not line.idle and key == ANYWHERE:
-            return next((line for line in self._lines.values() if line.idle), None)
-        return line if line.idle else None
+        queue = self.queue(key)
+        if not queue.idle and key == ANYWHERE:
+            return next((queue for queue in self._queues.values() if queue.idle), None)
+        return queue if queue.idle else None
 
     # What holds of all
 
     @property
     def has_room(self) -> bool:
-        return sum(place.state is not RunnerState.FAILED for place in self) < self._max_live
+        return sum(slot.state is not RunnerState.FAILED for slot in self) < self._max_live
 
     def is_anybody_starved(self, arrival_no: float) -> bool:
         """Whether somebody who came before that number waits for children of which there is none."""
         return any(
-            line.arrival_no < arrival_no and not (line.has_live_places or line.is_held_back)
-            for line in self._lines.values()
+            queue.arrival_no < arrival_no and not (queue.has_live_slots or queue.is_held_back)
+            for queue in self._queues.values()
         )
 
-    def is_hopeless(self, line: Line) -> bool:
+    def is_hopeless(self, queue: WaitQueue) -> bool:
         """Whether nothing lives that could serve who waits there."""
-        serving = self._lines.values() if line.key == ANYWHERE else [line]
-        return not any(line.has_live_places for line in serving)
+        serving = self._queues.values() if queue.key == ANYWHERE else [queue]
+        return not any(queue.has_live_slots for queue in serving)

@@ -54,7 +54,7 @@ class ChildStarter:
                 raise RunnerStartError(f"not ready within start_seconds ({start_seconds:g})") from None
             except RunnerStartError:
                 raise
-            except Exception as error:  # whatever a host meets, the place is tried again
+            except Exception as error:  # whatever a host meets, the slot is tried again
                 raise RunnerStartError(f"{type(error).__name__}: {error}") from error
 
     async def _take_room(self) -> None:

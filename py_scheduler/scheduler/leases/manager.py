@@ -4,14 +4,14 @@
                   `-> ENDED: withdrawn, not asked for during its ttl, or the server stops
 
 Invariants
-  1. A claim stands in the ready queue exactly while it is PENDING, and holds a lease of the pool exactly while it is
+  1. A record stands in the ready queue exactly while it is PENDING, and holds a lease of the pool exactly while it is
      GRANTED. It goes from one state to the next within one turn of the loop, and never back.
   2. Room comes back once, by a release or at the expiry, and whoever gives it back wakes admission.
   3. Fencing tokens rise strictly with every grant, also from one run of the server to the next: the journal says where
      they begin, and moves that on for good each time it is opened. Without one on disk it is the wall clock.
-  4. A claim that is not over has exactly one entry in the deadline heap, which never comes later than its end:
+  4. A record that is not over has exactly one entry in the deadline heap, which never comes later than its end:
      renewing moves `expires_at` alone, and the entry follows when it comes up.
-  5. A claim is found under its lease id and its request id until it is forgotten; only ENDED ones are, oldest first.
+  5. A record is found under its lease id and its request id until it is forgotten; only ENDED ones are, oldest first.
   6. A call that is refused changes nothing.
 """
 
@@ -49,7 +49,7 @@ from py_scheduler.errors import (
 )
 from py_scheduler.placement import tokens_in_budget
 from py_scheduler.scheduler.deadlines import Deadlines
-from py_scheduler.scheduler.leases.pending import Claim, resolve
+from py_scheduler.scheduler.leases.record import LeaseRecord, resolve
 from py_scheduler.scheduler.queue.task_explanation import node_shortage
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _RETRY_AFTER_SECONDS = 1.0
 _SHUTTING_DOWN = "the server is shutting down and grants nothing any more: ask another one"
 
 
-class LeaseDesk:
+class LeaseManager:
     """Leases from outside. Implements `api.servicers.engine_port.PlacementPort`.
 
     Every method raises FailedPreconditionError when there is no pool.
@@ -81,15 +81,15 @@ class LeaseDesk:
         self._clock = clock
         self._quotas = quotas
         self._has_fixed_nodes = settings.has_fixed_nodes
-        self._max_pending = settings.max_pending_claims
-        self._retained = settings.retained_claims
-        self._claims: dict[str, Claim] = {}
-        self._by_request: dict[tuple[str, str], Claim] = {}
-        self._pending: set[Claim] = set()
-        self._ended: deque[Claim] = deque()
+        self._max_pending = settings.max_pending_leases
+        self._retained = settings.retained_leases
+        self._records: dict[str, LeaseRecord] = {}
+        self._by_request: dict[tuple[str, str], LeaseRecord] = {}
+        self._pending: set[LeaseRecord] = set()
+        self._ended: deque[LeaseRecord] = deque()
         self._remembered = 0
-        """Request ids that ended claims keep: their own and those of their releases."""
-        self._deadlines: Deadlines[Claim] = Deadlines(clock, self._on_deadline)
+        """Request ids that ended records keep: their own and those of their releases."""
+        self._deadlines: Deadlines[LeaseRecord] = Deadlines(clock, self._on_deadline)
         self._fencing_tokens = itertools.count(1)
         self._is_stopped = False
 
@@ -103,36 +103,36 @@ class LeaseDesk:
         """Grants, joins or finds again what the request id stands for, and says how it stands.
 
         Raises InvalidArgumentError, UnplaceableError (it could never fit), AlreadyExistsError (the id has other terms),
-        ResourceExhaustedError (too many claims wait), FailedPreconditionError (the server is stopping).
+        ResourceExhaustedError (too many records wait), FailedPreconditionError (the server is stopping).
         """
-        claim = self._by_request.get((request.namespace, request.request_id))
-        if claim is None:
-            claim = self._open(request)
-        elif claim.terms != request.terms:
+        record = self._by_request.get((request.namespace, request.request_id))
+        if record is None:
+            record = self._open(request)
+        elif record.terms != request.terms:
             raise AlreadyExistsError(
                 f"request_id {request.request_id!r} was used with other content: take a fresh one for another lease"
             )
-        self._end_if_due(claim)
-        if claim.state is LeaseState.PENDING:
-            claim.touch(self._clock.monotonic())
+        self._end_if_due(record)
+        if record.state is LeaseState.PENDING:
+            record.touch(self._clock.monotonic())
             if request.wait:
-                await self._wait(claim, request.timeout_seconds)
-        if claim.end_reason == _SHUTTING_DOWN:
+                await self._wait(record, request.timeout_seconds)
+        if record.end_reason == _SHUTTING_DOWN:
             raise FailedPreconditionError(_SHUTTING_DOWN)
-        return self._view(claim)
+        return self._view(record)
 
     def renew(self, request: RenewRequest) -> float:
         """Holds a lease for another ttl; for how many seconds that is. Raises LeaseError when it is not held."""
-        claim = self._held(request.namespace, request.lease_id, request.fencing_token)
-        claim.touch(self._clock.monotonic())
-        return claim.terms.ttl_seconds
+        record = self._held(request.namespace, request.lease_id, request.fencing_token)
+        record.touch(self._clock.monotonic())
+        return record.terms.ttl_seconds
 
     def release(self, request: ReleaseRequest) -> ReleaseReply:
-        """Gives back tokens, or takes back a pending claim; once for each request id.
+        """Gives back tokens, or takes back a pending record; once for each request id.
 
         Raises LeaseError when the lease, or one of the tokens, is not held; AlreadyExistsError, InvalidArgumentError.
         """
-        known = self._claims.get(request.lease_id)
+        known = self._records.get(request.lease_id)
         if known is not None and known.namespace == request.namespace:
             answered = known.releases.get(request.request_id)
             if answered is not None:
@@ -143,14 +143,14 @@ class LeaseDesk:
             if known.state is LeaseState.PENDING and request.fencing_token == 0:
                 self._end(known, "withdrawn by its owner")
                 return self._answer(known, request, 0)
-        claim = self._held(request.namespace, request.lease_id, request.fencing_token)
-        returned = self._tokens_to_release(claim, request.token_nos)
+        record = self._held(request.namespace, request.lease_id, request.fencing_token)
+        returned = self._tokens_to_release(record, request.token_nos)
         for token_no in returned:
-            claim.tokens.pop(token_no).release()
-        if not claim.tokens:
-            self._end(claim, "released by its owner")
-        self._give_back(claim, len(returned))
-        return self._answer(claim, request, len(returned))
+            record.tokens.pop(token_no).release()
+        if not record.tokens:
+            self._end(record, "released by its owner")
+        self._give_back(record, len(returned))
+        return self._answer(record, request, len(returned))
 
     def capacity(self, per_sample: Resource) -> CapacityView:
         """Raises InvalidArgumentError."""
@@ -177,8 +177,8 @@ class LeaseDesk:
     def stop(self) -> None:
         """Ends what is pending and grants nothing any more; what is held can still be renewed and released."""
         self._is_stopped = True
-        for claim in list(self._pending):
-            self._end(claim, _SHUTTING_DOWN)
+        for record in list(self._pending):
+            self._end(record, _SHUTTING_DOWN)
 
     def close(self) -> None:
         """Lets no timer outlive the engine."""
@@ -187,7 +187,7 @@ class LeaseDesk:
 
     # From PENDING on
 
-    def _open(self, request: AcquireRequest) -> Claim:
+    def _open(self, request: AcquireRequest) -> LeaseRecord:
         pool = self._require_pool()
         _check(check_acquire(request))
         if self._is_stopped:
@@ -207,135 +207,135 @@ class LeaseDesk:
                 f"the lease needs {tokens} tokens, the quota of namespace {request.namespace!r} is "
                 f"max_running_samples = {quota}: lower max_tokens"
             )
-        # Before it is known whether the claim would wait: one that is refused leaves nothing behind.
+        # Before it is known whether the record would wait: one that is refused leaves nothing behind.
         if len(self._pending) >= self._max_pending:
             raise ResourceExhaustedError(
-                f"max_pending_claims ({self._max_pending}) wait for room: come back later", _RETRY_AFTER_SECONDS
+                f"max_pending_leases ({self._max_pending}) wait for room: come back later", _RETRY_AFTER_SECONDS
             )
-        claim = Claim(f"l{os.urandom(8).hex()}", request, self._clock.monotonic())
-        self._claims[claim.lease_id] = self._by_request[claim.namespace, claim.request_id] = claim
-        self._pending.add(claim)
-        self._deadlines.add(claim.expires_at, claim)
-        entry = self._admission.claim(
-            request.namespace, sort_batch_id(request.terms.batch_id), demand, tokens, partial(self._grant, claim)
+        record = LeaseRecord(f"l{os.urandom(8).hex()}", request, self._clock.monotonic())
+        self._records[record.lease_id] = self._by_request[record.namespace, record.request_id] = record
+        self._pending.add(record)
+        self._deadlines.add(record.expires_at, record)
+        entry = self._admission.enqueue_lease(
+            request.namespace, sort_batch_id(request.terms.batch_id), demand, tokens, partial(self._grant, record)
         )
-        if claim.state is LeaseState.PENDING:
-            claim.entry = entry
-        return claim
+        if record.state is LeaseState.PENDING:
+            record.entry = entry
+        return record
 
-    def _grant(self, claim: Claim, lease: Lease) -> None:
-        """Admission's answer, in the turn in which the claim left the queue."""
-        if claim.entry is not None:
-            claim.bypassed, claim.entry = claim.entry.bypassed, None
+    def _grant(self, record: LeaseRecord, lease: Lease) -> None:
+        """Admission's answer, in the turn in which the record left the queue."""
+        if record.entry is not None:
+            record.bypassed, record.entry = record.entry.bypassed, None
         now = self._clock.monotonic()
-        self._pending.discard(claim)
-        claim.state = LeaseState.GRANTED
-        claim.lease = lease
-        claim.tokens = dict(enumerate(lease.tokens))
-        claim.fencing_token = next(self._fencing_tokens)
-        claim.waited_seconds = now - claim.queued_at
-        claim.touch(now)
-        claim.wake()
+        self._pending.discard(record)
+        record.state = LeaseState.GRANTED
+        record.lease = lease
+        record.tokens = dict(enumerate(lease.tokens))
+        record.fencing_token = next(self._fencing_tokens)
+        record.waited_seconds = now - record.queued_at
+        record.touch(now)
+        record.wake()
 
-    async def _wait(self, claim: Claim, timeout_seconds: float | None) -> None:
-        """Until the claim is no longer pending or the time is over."""
+    async def _wait(self, record: LeaseRecord, timeout_seconds: float | None) -> None:
+        """Until the record is no longer pending or the time is over."""
         if timeout_seconds is not None and timeout_seconds <= 0:
             return
         waiter = asyncio.get_running_loop().create_future()
-        claim.waiters.add(waiter)
+        record.waiters.add(waiter)
         timer = None
         if timeout_seconds is not None:
             timer = self._clock.call_at(self._clock.monotonic() + timeout_seconds, partial(resolve, waiter))
         try:
             await waiter
         finally:
-            claim.waiters.discard(waiter)
+            record.waiters.discard(waiter)
             if timer is not None:
                 timer.cancel()
-            if claim.state is LeaseState.PENDING:
-                claim.touch(self._clock.monotonic())
+            if record.state is LeaseState.PENDING:
+                record.touch(self._clock.monotonic())
 
     # To the end
 
-    def _held(self, namespace: str, lease_id: str, fencing_token: int) -> Claim:
+    def _held(self, namespace: str, lease_id: str, fencing_token: int) -> LeaseRecord:
         """The lease, if it is held under this fencing token."""
         self._require_pool()
-        claim = self._claims.get(lease_id)
-        if claim is None or claim.namespace != namespace:
+        record = self._records.get(lease_id)
+        if record is None or record.namespace != namespace:
             raise LeaseError(
                 f"lease {lease_id!r} is not known (any more): it ended long ago, or with the server that granted it"
             )
-        self._end_if_due(claim)
-        if claim.state is LeaseState.PENDING:
+        self._end_if_due(record)
+        if record.state is LeaseState.PENDING:
             raise LeaseError(f"lease {lease_id!r} is not granted yet: acquire it with its request_id again")
-        if claim.state is LeaseState.ENDED:
-            raise LeaseError(f"lease {lease_id!r} was {claim.end_reason}: acquire another one")
-        if claim.fencing_token != fencing_token:
+        if record.state is LeaseState.ENDED:
+            raise LeaseError(f"lease {lease_id!r} was {record.end_reason}: acquire another one")
+        if record.fencing_token != fencing_token:
             raise LeaseError(
                 f"lease {lease_id!r} has another fencing token than {fencing_token}: acquire with the same request_id "
                 "again to learn it"
             )
-        return claim
+        return record
 
-    def _on_deadline(self, claim: Claim, _when: float) -> None:
-        if claim.waiters:
-            claim.touch(self._clock.monotonic())
-        if self._clock.monotonic() < claim.expires_at:
-            self._deadlines.add(claim.expires_at, claim)
+    def _on_deadline(self, record: LeaseRecord, _when: float) -> None:
+        if record.waiters:
+            record.touch(self._clock.monotonic())
+        if self._clock.monotonic() < record.expires_at:
+            self._deadlines.add(record.expires_at, record)
         else:
-            self._end_if_due(claim)
+            self._end_if_due(record)
 
-    def _end_if_due(self, claim: Claim) -> None:
+    def _end_if_due(self, record: LeaseRecord) -> None:
         """A timer may come late; what it will say holds from the moment it was set for."""
-        if claim.is_over or claim.waiters or self._clock.monotonic() < claim.expires_at:
+        if record.is_over or record.waiters or self._clock.monotonic() < record.expires_at:
             return
-        ttl = claim.terms.ttl_seconds
-        if claim.state is LeaseState.PENDING:
-            self._end(claim, f"dropped: nobody asked for it for ttl_seconds ({ttl:g})")
+        ttl = record.terms.ttl_seconds
+        if record.state is LeaseState.PENDING:
+            self._end(record, f"dropped: nobody asked for it for ttl_seconds ({ttl:g})")
         else:
-            self._end(claim, f"expired: nobody renewed it for ttl_seconds ({ttl:g})")
+            self._end(record, f"expired: nobody renewed it for ttl_seconds ({ttl:g})")
 
-    def _end(self, claim: Claim, reason: str) -> None:
-        if claim.entry is not None:
-            self._admission.withdraw(claim.entry)
-        if claim.tokens and claim.lease is not None:
-            claim.lease.release()
-            self._give_back(claim, len(claim.tokens))
-        if claim.state is LeaseState.PENDING:
-            claim.waited_seconds = self._clock.monotonic() - claim.queued_at
-        self._pending.discard(claim)
-        claim.state, claim.end_reason = LeaseState.ENDED, reason
-        claim.entry, claim.lease, claim.tokens = None, None, {}
-        claim.wake()
-        self._ended.append(claim)
-        self._remember(1 + len(claim.releases))
+    def _end(self, record: LeaseRecord, reason: str) -> None:
+        if record.entry is not None:
+            self._admission.withdraw(record.entry)
+        if record.tokens and record.lease is not None:
+            record.lease.release()
+            self._give_back(record, len(record.tokens))
+        if record.state is LeaseState.PENDING:
+            record.waited_seconds = self._clock.monotonic() - record.queued_at
+        self._pending.discard(record)
+        record.state, record.end_reason = LeaseState.ENDED, reason
+        record.entry, record.lease, record.tokens = None, None, {}
+        record.wake()
+        self._ended.append(record)
+        self._remember(1 + len(record.releases))
 
-    def _give_back(self, claim: Claim, tokens: int) -> None:
-        per_sample, granted_at = claim.terms.demand.per_sample, claim.queued_at + claim.waited_seconds
-        self._admission.claim_returned(claim.namespace, per_sample, tokens, granted_at)
+    def _give_back(self, record: LeaseRecord, tokens: int) -> None:
+        per_sample, granted_at = record.terms.demand.per_sample, record.queued_at + record.waited_seconds
+        self._admission.lease_returned(record.namespace, per_sample, tokens, granted_at)
 
     def _remember(self, count: int) -> None:
         self._remembered += count
         while self._remembered > self._retained:
             forgotten = self._ended.popleft()
             self._remembered -= 1 + len(forgotten.releases)
-            del self._claims[forgotten.lease_id], self._by_request[forgotten.namespace, forgotten.request_id]
+            del self._records[forgotten.lease_id], self._by_request[forgotten.namespace, forgotten.request_id]
 
-    def _answer(self, claim: Claim, request: ReleaseRequest, released: int) -> ReleaseReply:
-        reply = ReleaseReply(released_tokens=released, held_tokens=len(claim.tokens))
-        claim.releases[request.request_id] = (request, reply)
-        if claim.is_over and claim.lease_id in self._claims:
+    def _answer(self, record: LeaseRecord, request: ReleaseRequest, released: int) -> ReleaseReply:
+        reply = ReleaseReply(released_tokens=released, held_tokens=len(record.tokens))
+        record.releases[request.request_id] = (request, reply)
+        if record.is_over and record.lease_id in self._records:
             self._remember(1)
         return reply
 
-    def _tokens_to_release(self, claim: Claim, token_nos: tuple[int, ...]) -> tuple[int, ...]:
-        wanted = tuple(dict.fromkeys(token_nos)) or tuple(claim.tokens)
-        count = _tokens_wanted(claim.terms.demand)
+    def _tokens_to_release(self, record: LeaseRecord, token_nos: tuple[int, ...]) -> tuple[int, ...]:
+        wanted = tuple(dict.fromkeys(token_nos)) or tuple(record.tokens)
+        count = _tokens_wanted(record.terms.demand)
         for token_no in wanted:
             if not 0 <= token_no < count:
                 raise InvalidArgumentError(f"holds {token_no}, the lease's tokens are 0 to {count - 1}", "token_nos")
-            if token_no not in claim.tokens:
-                raise LeaseError(f"token {token_no} of lease {claim.lease_id!r} was given back already")
+            if token_no not in record.tokens:
+                raise LeaseError(f"token {token_no} of lease {record.lease_id!r} was given back already")
         return wanted
 
     # Helpers
@@ -348,9 +348,9 @@ class LeaseDesk:
             )
         return self._pool
 
-    def _view(self, claim: Claim) -> LeaseView:
-        reason = claim.end_reason if claim.entry is None else self._admission.reasons.why_pending(claim.entry)
-        return claim.view(self._clock.monotonic(), reason)
+    def _view(self, record: LeaseRecord) -> LeaseView:
+        reason = record.end_reason if record.entry is None else self._admission.reasons.why_pending(record.entry)
+        return record.view(self._clock.monotonic(), reason)
 
 
 def node_view(node: NodeUsage) -> NodeView:

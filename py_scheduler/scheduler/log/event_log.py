@@ -30,7 +30,7 @@ from py_scheduler.domain.events import (
 from py_scheduler.domain.requests import EventFilter, EventFrame, EventKind
 from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, JournalError, ResourceExhaustedError
 from py_scheduler.scheduler.log.acknowledgements import Acknowledgements
-from py_scheduler.scheduler.notifier import Bell, rings_within
+from py_scheduler.scheduler.notifier import Notifier, rings_within
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -82,7 +82,7 @@ class EventLog:
         self._uncommitted: list[EventRecord] = []
         self._tail: list[EventRecord] = []
         self._tail_bytes = 0
-        self._news = Bell()
+        self._news = Notifier()
         self._is_closed = False
         self._appended_sequence = 0
         self.committed_sequence = 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from py_scheduler.placement import PlacementPool, tokens_in_budget
 from py_scheduler.scheduler.ledger.commands import LeaseAttempts
 from py_scheduler.scheduler.queue.flows import FlowPolicy
-from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyClaim, ReadyQueue
+from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyLease, ReadyQueue
 from py_scheduler.scheduler.queue.shares import Shares, supply_of
 from py_scheduler.scheduler.queue.waiting_reasons import WaitingReasons
 
@@ -41,7 +41,7 @@ _TURN_SECONDS = 0.002
 
 
 class Admission:
-    """The ready queue in front of the pool. `launch` gets what was let in, with one token (or None) for each slot.
+    """The ready queue in front of the pool. `launch` gets what was let in, with one token (or None) for each permit.
 
     gate: holds training back that would be too stale; None: nothing is.
     """
@@ -60,7 +60,7 @@ class Admission:
         self._pool = pool
         self._recorder = recorder
         self._clock = clock
-        self._max_slots = settings.max_running_samples
+        self._max_permits = settings.max_running_samples
         self._launch = launch
         eval_weight = None if settings.eval_weight == "by_batch_id" else settings.eval_weight
         self._quotas = quotas
@@ -77,7 +77,7 @@ class Admission:
             can_fit=self._can_fit,
         )
         self._wake = asyncio.Event()
-        self._slots_out = 0
+        self._permits_out = 0
         self.stranded_tokens = 0
         self._may_hold_ended = False
         self._in_budget: dict[str, int] = {}
@@ -88,7 +88,7 @@ class Admission:
         if gate is not None:
             gate.opened = self._wake.set
         self.is_stopped = False
-        self.reasons = WaitingReasons(self, self._queue, pool, recorder.ledger, clock, quotas, gate, self._max_slots)
+        self.reasons = WaitingReasons(self, self._queue, pool, recorder.ledger, clock, quotas, gate, self._max_permits)
 
     def enqueue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         """Adds one batch: attempts of one submission and one spec."""
@@ -104,21 +104,21 @@ class Admission:
         self._queue.push(spec, attempts, self._clock.monotonic())
         self._wake.set()
 
-    def claim(
+    def enqueue_lease(
         self,
         namespace: str,
         batch_key: tuple[float, int],
         demand: PlacementDemand,
         tokens: int,
         grant: Callable[[Lease], None],
-    ) -> ReadyClaim:
+    ) -> ReadyLease:
         """Adds a claim from outside, and grants it before this returns if it fits and nothing holds it back."""
-        entry = self._queue.push_claim(batch_key, demand, tokens, grant, self._clock.monotonic(), namespace)
+        entry = self._queue.push_lease(batch_key, demand, tokens, grant, self._clock.monotonic(), namespace)
         if self._admit_for_one_turn():
             self._wake.set()
         return entry
 
-    def withdraw(self, entry: ReadyClaim) -> None:
+    def withdraw(self, entry: ReadyLease) -> None:
         """Takes out a claim that waits no longer: what it held back may go on."""
         self._queue.remove(entry, self._clock.monotonic())
         self._wake.set()
@@ -132,14 +132,14 @@ class Admission:
         self._queue.holds_back = tokens == 0
         self._wake.set()
 
-    def slot_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
-        """A slot that was handed out at `taken_at` is free again, and its token has been given back."""
-        self._slots_out -= 1
+    def permit_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
+        """A permit that was handed out at `taken_at` is free again, and its token has been given back."""
+        self._permits_out -= 1
         demand, now = self._demand_of(spec), self._clock.monotonic()
         self._shares.give_back(namespace, spec.evaluator_id, demand, 1, taken_at, now)
         self.room_returned()
 
-    def claim_returned(self, namespace: str, per_sample: Resource, tokens: int, taken_at: float) -> None:
+    def lease_returned(self, namespace: str, per_sample: Resource, tokens: int, taken_at: float) -> None:
         """So many tokens of a claim have been given back."""
         self._shares.give_back(namespace, per_sample, per_sample, tokens, taken_at, self._clock.monotonic())
         self.room_returned()
@@ -150,7 +150,7 @@ class Admission:
 
     def nodes_changed(self) -> None:
         """Nodes of the pool came or went."""
-        self._shares.supply_is(supply_of(self._pool, self._max_slots), self._clock.monotonic())
+        self._shares.supply_is(supply_of(self._pool, self._max_permits), self._clock.monotonic())
         self.room_returned()
 
     def room_returned(self) -> None:
@@ -190,7 +190,7 @@ class Admission:
         if self._gate is not None and not self.is_stopped:
             for held in self._gate.let_go():
                 self._queue.push(held.spec, held.attempts, now)
-        while not self.is_stopped and (self._slots_out < self._max_slots or self._queue.claims):
+        while not self.is_stopped and (self._permits_out < self._max_permits or self._queue.claims):
             entry = self._queue.offer(now)
             if entry is None:
                 self._may_hold_ended = self._may_hold_ended and len(self._queue) > 0
@@ -219,17 +219,17 @@ class Admission:
 
     def _admit(self, entry: ReadyEntry, now: float) -> bool:
         if not isinstance(entry, ReadyBatch):
-            assert isinstance(entry, ReadyClaim)
+            assert isinstance(entry, ReadyLease)
             return self._grant(entry, now)
         tokens = self._tokens_for(entry)
         if tokens is None:
             return False
         self._queue.admit(entry, now)
-        self._slots_out += len(tokens)
+        self._permits_out += len(tokens)
         self._launch(entry.spec, entry.attempts, tokens, now)
         return True
 
-    def _grant(self, entry: ReadyClaim, now: float) -> bool:
+    def _grant(self, entry: ReadyLease, now: float) -> bool:
         assert self._pool is not None, "without a pool nobody can claim"
         lease = self._pool.try_acquire_batch(entry.budget, entry.per_sample, entry.tokens)
         if lease is None:
@@ -240,7 +240,7 @@ class Admission:
 
     def _tokens_for(self, entry: ReadyBatch) -> Sequence[PlacementToken | None] | None:
         spec, wanted = entry.spec, self._tokens_at_once(entry)
-        if self._slots_are_short(wanted):
+        if self._permits_are_short(wanted):
             return None
         if self._pool is None:
             return [None] * wanted
@@ -255,7 +255,7 @@ class Admission:
         if count == 1:  # Most batches; whatever the limits are, they let one run.
             return 1
         quota = self._quotas.of(entry.flow[0]).max_running_samples
-        limit = self._max_slots if quota is None else min(self._max_slots, quota)
+        limit = self._max_permits if quota is None else min(self._max_permits, quota)
         return min(count, limit, self._tokens_in_budget(entry.spec))
 
     def _tokens_in_budget(self, spec: EvaluatorSpec) -> int:
@@ -289,25 +289,25 @@ class Admission:
         return demand
 
     def _competes(self, entry: ReadyEntry, head: ReadyEntry) -> bool:
-        """Whether the entry would take a slot, or room of a kind, that the head waits for."""
+        """Whether the entry would take a permit, or room of a kind, that the head waits for."""
         if self._pool is None:
             return True
-        if isinstance(entry, ReadyBatch) and self.lacks_slots(head):
+        if isinstance(entry, ReadyBatch) and self.lacks_permits(head):
             return True
         return _may_want_the_same(self._sample_of(entry), self._sample_of(head))
 
     def _sample_of(self, entry: ReadyEntry) -> Resource:
         if isinstance(entry, ReadyBatch):
             return self._demand_of(entry.spec)
-        assert isinstance(entry, ReadyClaim)
+        assert isinstance(entry, ReadyLease)
         return entry.per_sample
 
-    def lacks_slots(self, entry: ReadyEntry) -> bool:
-        """Whether it needs more slots than are free."""
-        return isinstance(entry, ReadyBatch) and self._slots_are_short(self._tokens_at_once(entry))
+    def lacks_permits(self, entry: ReadyEntry) -> bool:
+        """Whether it needs more permits than are free."""
+        return isinstance(entry, ReadyBatch) and self._permits_are_short(self._tokens_at_once(entry))
 
-    def _slots_are_short(self, wanted: int) -> bool:
-        return self._max_slots - self._slots_out < wanted
+    def _permits_are_short(self, wanted: int) -> bool:
+        return self._max_permits - self._permits_out < wanted
 
 
 def _may_want_the_same(one: Resource, other: Resource) -> bool:

@@ -48,7 +48,7 @@ class ReadyBatch(ReadyEntry, gc=False, kw_only=True):
         return self.attempts[0].namespace
 
 
-class ReadyClaim(ReadyEntry, gc=True, kw_only=True):
+class ReadyLease(ReadyEntry, gc=True, kw_only=True):
     """Room that a scheduler outside asked for; `grant` gets it in the turn that admits the claim."""
 
     budget: Resource
@@ -141,7 +141,7 @@ class ReadyQueue:
         siblings[arrival] = entry
         self._push(entry)
 
-    def push_claim(
+    def push_lease(
         self,
         batch_key: tuple[float, int],
         demand: PlacementDemand,
@@ -149,10 +149,10 @@ class ReadyQueue:
         grant: Callable[[Lease], None],
         queued_at: float,
         namespace: str,
-    ) -> ReadyClaim:
+    ) -> ReadyLease:
         """Adds a claim of at least one token, beside the namespace's training. `tokens` is what the demand comes to."""
         arrival = next(self._arrivals)
-        entry = ReadyClaim(
+        entry = ReadyLease(
             flow=(namespace, False),
             order=(*batch_key, arrival, arrival),
             shape=(demand.per_sample, tokens),
@@ -288,7 +288,7 @@ class ReadyQueue:
         else:
             self.claims -= 1
 
-    def remove(self, entry: ReadyClaim, now: float) -> None:
+    def remove(self, entry: ReadyLease, now: float) -> None:
         """Takes out a claim that ended while it waited, wherever it stands."""
         self.claims -= 1
         if self._take_out(entry, now):

@@ -50,7 +50,7 @@ class HeldBatch(msgspec.Struct, frozen=True, gc=False):
         return self.attempts[0].namespace
 
 
-class _Line:
+class _NamespaceTraining:
     """One namespace's training. through: samples of each subtask that was let through and has not ended."""
 
     __slots__ = ("ended", "held", "held_attempts", "running", "through")
@@ -77,7 +77,7 @@ class StalenessGate:
 
     def __init__(self, ledger: LedgerState, namespaces: Iterable[str]) -> None:
         self._ledger = ledger
-        self._lines = {namespace: _Line() for namespace in namespaces}
+        self._trainings = {namespace: _NamespaceTraining() for namespace in namespaces}
         self._arrivals = itertools.count()
         self.opened: Callable[[], None] = lambda: None
 
@@ -85,20 +85,20 @@ class StalenessGate:
 
     def apply(self, event: Event, namespace: str) -> None:
         if type(event) is AttemptEnded:
-            line = self._lines.get(namespace)
-            if line is not None and not event.next_attempt_no:
-                self._ended(line, event)
+            training = self._trainings.get(namespace)
+            if training is not None and not event.next_attempt_no:
+                self._ended(training, event)
         elif type(event) is WeightsChanged or type(event) is TrainingResumed:
             self.opened()
 
-    def _ended(self, line: _Line, event: AttemptEnded) -> None:
-        count = line.through.pop((event.task_id, event.subtask_no), 0)
-        line.running -= count
-        if not count and line.held:
-            line.ended += 1
-            if 2 * line.ended > _KEEP_ENDED + line.held_attempts:
-                self._forget_ended(line)
-        if line.held:
+    def _ended(self, training: _NamespaceTraining, event: AttemptEnded) -> None:
+        count = training.through.pop((event.task_id, event.subtask_no), 0)
+        training.running -= count
+        if not count and training.held:
+            training.ended += 1
+            if 2 * training.ended > _KEEP_ENDED + training.held_attempts:
+                self._forget_ended(training)
+        if training.held:
             self.opened()
 
     # In and out
@@ -106,28 +106,28 @@ class StalenessGate:
     def hold(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], queued_at: float) -> list[PlannedAttempt]:
         """Takes what it has a say in of a batch; the rest, which may go at once."""
         first = attempts[0]
-        line = self._lines.get(first.namespace)
-        if line is None or first.task.config.is_eval:
+        training = self._trainings.get(first.namespace)
+        if training is None or first.task.config.is_eval:
             return attempts
         # After a restart: what an earlier process has begun it had let through, and a step may be waiting for it.
         begun = [attempt for attempt in attempts if attempt.ref.attempt_no > 1]
-        line.let_through(begun)
+        training.let_through(begun)
         new = [attempt for attempt in attempts if attempt.ref.attempt_no == 1] if begun else attempts
         if new:
             order = (*first.batch_key, next(self._arrivals))
-            heapq.heappush(line.held, (order, HeldBatch(spec, new, queued_at)))
-            line.held_attempts += len(new)
+            heapq.heappush(training.held, (order, HeldBatch(spec, new, queued_at)))
+            training.held_attempts += len(new)
         return begun
 
     def let_go(self) -> Iterator[HeldBatch]:
         """What the rule admits now, in the order of service, as what counts as running from now on."""
         windows = self._ledger.service.windows
-        for namespace, line in self._lines.items():
-            while line.held and windows[namespace].admits(line.running):
-                batch = heapq.heappop(line.held)[1]
-                line.held_attempts -= len(batch.attempts)
+        for namespace, training in self._trainings.items():
+            while training.held and windows[namespace].admits(training.running):
+                batch = heapq.heappop(training.held)[1]
+                training.held_attempts -= len(batch.attempts)
                 for live in self._live(batch):
-                    line.let_through(live.attempts)
+                    training.let_through(live.attempts)
                     yield live
 
     def _live(self, batch: HeldBatch) -> Iterator[HeldBatch]:
@@ -136,22 +136,22 @@ class StalenessGate:
         if attempts:
             yield HeldBatch(batch.spec, attempts, batch.queued_at)
 
-    def _forget_ended(self, line: _Line) -> None:
-        line.held = [(order, live) for order, batch in line.held for live in self._live(batch)]
-        heapq.heapify(line.held)
-        line.held_attempts = sum([len(batch.attempts) for _, batch in line.held])
-        line.ended = 0
+    def _forget_ended(self, training: _NamespaceTraining) -> None:
+        training.held = [(order, live) for order, batch in training.held for live in self._live(batch)]
+        heapq.heapify(training.held)
+        training.held_attempts = sum([len(batch.attempts) for _, batch in training.held])
+        training.ended = 0
 
     # Questions
 
     def held(self, namespace: str) -> list[HeldBatch]:
         """What is held, in the order in which it will go."""
-        line = self._lines.get(namespace)
-        if line is None:
+        training = self._trainings.get(namespace)
+        if training is None:
             return []
-        return [live for _, batch in sorted(line.held, key=lambda item: item[0]) for live in self._live(batch)]
+        return [live for _, batch in sorted(training.held, key=lambda item: item[0]) for live in self._live(batch)]
 
     def reason(self, namespace: str) -> str:
         """Why what is held of a namespace waits; empty for one without a limit."""
-        line = self._lines.get(namespace)
-        return self._ledger.service.windows[namespace].describe(line.running) if line is not None else ""
+        training = self._trainings.get(namespace)
+        return self._ledger.service.windows[namespace].describe(training.running) if training is not None else ""

@@ -12,7 +12,7 @@ from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import NotFoundError
 from py_scheduler.placement import tokens_in_budget
 from py_scheduler.scheduler.ledger.records import submission_and_number
-from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyClaim
+from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyLease
 from py_scheduler.scheduler.queue.service_order import ahead_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _FOREMOST_FIRST = (
 class TaskExplainer:
     """Looks at one moment of the queue, and of what is held before it.
 
-    now: monotonic seconds. max_slots: samples that run at once at most. reason_of: why an entry waits, given what is
+    now: monotonic seconds. max_permits: samples that run at once at most. reason_of: why an entry waits, given what is
     ahead of it. held: the namespace's, in order; why_held: why they are. What has ended since it was queued may still
     lie in the queue, and is not told.
     """
@@ -50,7 +50,7 @@ class TaskExplainer:
         ledger: LedgerState,
         *,
         now: float,
-        max_slots: int,
+        max_permits: int,
         reason_of: Callable[[ReadyEntry, Ahead], str],
         held: Sequence[HeldBatch] = (),
         why_held: str = "",
@@ -59,7 +59,7 @@ class TaskExplainer:
         self._pool = pool
         self._ledger = ledger
         self._now = now
-        self._max_slots = max_slots
+        self._max_permits = max_permits
         self._reason_of = reason_of
         self._held = held
         self._why_held = why_held
@@ -149,7 +149,7 @@ class TaskExplainer:
         )
 
     def _entry_ahead(self, entry: ReadyEntry) -> EntryAhead:
-        if isinstance(entry, ReadyClaim):
+        if isinstance(entry, ReadyLease):
             waiting_seconds = self._now - entry.queued_at
             return EntryAhead(tokens=entry.tokens, waiting_seconds=waiting_seconds, bypassed=entry.bypassed)
         assert isinstance(entry, ReadyBatch)
@@ -179,7 +179,7 @@ class TaskExplainer:
     def _tokens_at_once(self, entry: ReadyBatch | HeldBatch, refs: Sequence[AttemptRef]) -> int:
         """What the entry takes of the pool when it is admitted."""
         spec = entry.spec
-        return min(tokens_in_budget(spec.resource, spec.sample_resource), len(refs), self._max_slots)
+        return min(tokens_in_budget(spec.resource, spec.sample_resource), len(refs), self._max_permits)
 
 
 def node_shortage(node: NodeExplanation) -> NodeShortageView:

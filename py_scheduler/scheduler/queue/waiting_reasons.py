@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from py_scheduler.domain.requests import WaitingBatch
 from py_scheduler.placement import tokens_in_budget
-from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyClaim
+from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyLease
 from py_scheduler.scheduler.queue.service_order import Ahead, ahead_of, describe_ahead
 from py_scheduler.scheduler.queue.task_explanation import TaskExplainer
 
@@ -34,8 +34,8 @@ class Gatekeeper(Protocol):
     stranded_tokens: int
     """Held by handlers that do not stop."""
 
-    def lacks_slots(self, entry: ReadyEntry) -> bool:
-        """Whether it needs more slots than are free."""
+    def lacks_permits(self, entry: ReadyEntry) -> bool:
+        """Whether it needs more permits than are free."""
         ...
 
 
@@ -51,7 +51,7 @@ class WaitingReasons:
         clock: Clock,
         quotas: Quotas,
         gate: StalenessGate | None,
-        max_slots: int,
+        max_permits: int,
     ) -> None:
         self._gatekeeper = gatekeeper
         self._queue = queue
@@ -60,7 +60,7 @@ class WaitingReasons:
         self._clock = clock
         self._quotas = quotas
         self._gate = gate
-        self._max_slots = max_slots
+        self._max_permits = max_permits
 
     def waiting(self, submission_id: str, limit: int) -> list[WaitingBatch]:
         """The waiting batches of a submission, in order, each with its reason."""
@@ -98,14 +98,14 @@ class WaitingReasons:
             self._pool,
             self._ledger,
             now=self._clock.monotonic(),
-            max_slots=self._max_slots,
+            max_permits=self._max_permits,
             reason_of=self._reason,
             held=[] if self._gate is None else self._gate.held(namespace),
             why_held=self._why_held(namespace),
         )
         return explainer.explain(task_id, namespace)
 
-    def why_pending(self, entry: ReadyClaim) -> str:
+    def why_pending(self, entry: ReadyLease) -> str:
         """Why a claim in the queue is not granted."""
         return self._reason(entry, ahead_of(self._queue, entry, self._clock.monotonic()))
 
@@ -129,8 +129,8 @@ class WaitingReasons:
         if self._queue.is_capped(entry):
             quota, held = self._quotas.of(namespace).max_running_samples, self._queue.shares.tokens_of(namespace)
             return f"the quota of namespace {namespace!r} is max_running_samples = {quota}, and {held} are running"
-        if self._gatekeeper.lacks_slots(entry):
-            return f"max_running_samples ({self._max_slots}) are running"
+        if self._gatekeeper.lacks_permits(entry):
+            return f"max_running_samples ({self._max_permits}) are running"
         if self._pool is not None and self._queue.is_blocked(entry):
             stranded = f"; {self._gatekeeper.stranded_tokens} tokens are held by handlers that do not stop"
             return _why_blocked(self._pool, entry) + (stranded if self._gatekeeper.stranded_tokens else "")
@@ -138,7 +138,7 @@ class WaitingReasons:
 
 
 def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
-    if isinstance(entry, ReadyClaim):
+    if isinstance(entry, ReadyLease):
         demand, wanted = entry.per_sample, entry.tokens
     else:
         assert isinstance(entry, ReadyBatch)

@@ -1,4 +1,4 @@
-"""The runners as the engine sees them: nodes with one slot each, and the seats at them.
+"""The runners as the engine sees them: nodes with one slot each, and the handles at them.
 
 Invariants
   1. A runner's node takes tokens only while the runner is known to be prepared and alive, and was not told to leave.
@@ -23,7 +23,7 @@ from py_scheduler.domain.values.plain import safe_text, words_of
 from py_scheduler.errors import RunnerLostError
 from py_scheduler.execution.attempt import AttemptReport
 from py_scheduler.execution.play import absorb_cancellation
-from py_scheduler.execution.runner import SeatGoneError, lost_report, stopped_report
+from py_scheduler.execution.runner import RunnerGoneError, lost_report, stopped_report
 from py_scheduler.interfaces.trinity.mirrors import RunningTaskState
 from py_scheduler.interfaces.trinity.runners.preparing import wait_seconds
 from py_scheduler.placement import PlacementPool
@@ -67,17 +67,17 @@ class RunnerPool:
     """
 
     kind = "workflow"
-    standing_seat = None
+    standing_handle = None
 
     def __init__(self, task_of: Callable[[Task], TaskWrapper], on_room: Callable[[], None]) -> None:
         self.placement = PlacementPool([])
         self.runners: dict[int, RunnerWrapper] = {}
         self.busy: dict[int, RunningTaskState] = {}
-        self._playing: dict[int, RunnerSeat] = {}
+        self._playing: dict[int, TrinityRunnerHandle] = {}
         self._task_of = task_of
         self._on_room = on_room
         self._alive: set[int] = set()
-        self._seats: dict[str, int] = {}
+        self._handles: dict[str, int] = {}
         self._restarts: dict[int, int] = {}
         self._failures: dict[int, str] = {}
         self._replacing: dict[int, asyncio.Task[None]] = {}
@@ -90,7 +90,7 @@ class RunnerPool:
         """Lets a prepared runner take work."""
         node = _node_of(runner.runner_id)
         self.runners[runner.runner_id] = runner
-        self._seats[node.node_ip] = runner.runner_id
+        self._handles[node.node_ip] = runner.runner_id
         self._alive.add(runner.runner_id)
         self._failures.pop(runner.runner_id, None)
         if any(usage.node_ip == node.node_ip for usage in self.placement.nodes()):
@@ -157,8 +157,8 @@ class RunnerPool:
         except TimeoutError:
             logger.warning("runners %s were still at work after %g s", sorted(self.busy), grace_seconds)
         finally:  # Also when this is given up: nobody else knows them any more.
-            for seat in list(self._playing.values()):
-                seat.kill("the scheduler was stopped")
+            for handle in list(self._playing.values()):
+                handle.kill("the scheduler was stopped")
             for runner in leaving.values():
                 runner.kill()
         await asyncio.gather(self._quiet.wait(), *[runner.ended() for runner in leaving.values()])
@@ -172,22 +172,22 @@ class RunnerPool:
     async def close(self) -> None:
         await self.dismiss(0.0)
 
-    async def take_seat(self, token: PlacementToken | None) -> RunnerSeat:
+    async def take_handle(self, token: PlacementToken | None) -> TrinityRunnerHandle:
         """At the runner that the token names, which has just said that it is alive."""
         assert token is not None, "runners are nodes of a pool"
-        runner_id = self._seats[token.node_ip]
+        runner_id = self._handles[token.node_ip]
         runner = self.runners.get(runner_id)
         if runner is None or runner_id not in self._alive:
-            raise SeatGoneError
+            raise RunnerGoneError
         try:
             await runner.confirm_alive()
         except Exception as error:
             # Whatever kept it from saying that it is alive: it is not known to be.
             self.replace(runner, str(error) or repr(error))
-            raise SeatGoneError from error
+            raise RunnerGoneError from error
         if runner_id not in self._alive:
-            raise SeatGoneError
-        return RunnerSeat(self, runner)
+            raise RunnerGoneError
+        return TrinityRunnerHandle(self, runner)
 
     def views(self) -> list[RunnerView]:
         return [self._view(runner) for _, runner in sorted(self.runners.items())]
@@ -215,21 +215,21 @@ class RunnerPool:
         """What the attempt is to play."""
         return self._task_of(planned.task)
 
-    def begins(self, seat: RunnerSeat, state: RunningTaskState) -> None:
-        """Told by a seat."""
+    def begins(self, handle: TrinityRunnerHandle, state: RunningTaskState) -> None:
+        """Told by a handle."""
         self.busy[state.runner_id] = state
-        self._playing[state.runner_id] = seat
+        self._playing[state.runner_id] = handle
         self._quiet.clear()
 
     def ends(self, runner_id: int) -> None:
-        """Told by a seat."""
+        """Told by a handle."""
         del self.busy[runner_id], self._playing[runner_id]
         if not self.busy:
             self._quiet.set()
 
 
-class RunnerSeat:
-    """Implements `execution.runner.Seat`: one runner, held by one slot."""
+class TrinityRunnerHandle:
+    """Implements `execution.runner.RunnerHandle`: one runner, held by one slot."""
 
     __slots__ = ("_killed", "_pool", "_runner")
 

@@ -100,7 +100,7 @@ class RunnerWrapper:
         self.runner = self._create_runner()
         await self.prepare()
 
-    # For the engine's seats
+    # For the engine's handles
 
     async def confirm_alive(self) -> None:
         """Raises RunnerLostError when the runner cannot take work."""

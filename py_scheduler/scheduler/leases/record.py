@@ -1,4 +1,4 @@
-"""What the lease desk knows of one claim. `lease_desk` alone changes it, and states the invariants."""
+"""What the lease manager knows of one record. `lease_manager` alone changes it, and states the invariants."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.leases import ReleaseReply, ReleaseRequest
     from py_scheduler.placement import Lease, PlacementToken
-    from py_scheduler.scheduler.queue.ready_queue import ReadyClaim
+    from py_scheduler.scheduler.queue.ready_queue import ReadyLease
 
 
-class Claim:
+class LeaseRecord:
     """What one request id stands for, from its first call until it is forgotten. Times are monotonic seconds."""
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Claim:
         self.state = LeaseState.PENDING
         self.queued_at = now
         self.expires_at = now + request.terms.ttl_seconds
-        self.entry: ReadyClaim | None = None
+        self.entry: ReadyLease | None = None
         self.lease: Lease | None = None
         self.tokens: dict[int, PlacementToken] = {}
         """Those that are held, by their number."""
@@ -53,7 +53,7 @@ class Claim:
         self.bypassed = 0
         self.end_reason = ""
         self.waiters: set[asyncio.Future[None]] = set()
-        """One for each call that waits for the claim to leave PENDING."""
+        """One for each call that waits for the record to leave PENDING."""
         self.releases: dict[str, tuple[ReleaseRequest, ReleaseReply]] = {}
 
     @property

@@ -1,4 +1,4 @@
-"""The seats of an evaluator's slots: what is taken is left, whoever is cancelled when."""
+"""The handles of an evaluator's permits: what is taken is left, whoever is cancelled when."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.support.handlers import spec_of
 from tests.support.harness import task_of
 
 
-class OneSeat:
-    """A runner whose only seat is given when the test says so, and a board that nobody plays for."""
+class OneHandle:
+    """A runner whose only handle is given when the test says so, and a board that nobody plays for."""
 
     kind = "fake"
-    standing_seat = None
+    standing_handle = None
     is_usable = True
 
     def __init__(self) -> None:
         self.given = asyncio.Event()
-        self.taken = self.left = self.free_slots = 0
+        self.taken = self.left = self.free_permits = 0
 
-    async def take_seat(self, _token: object) -> OneSeat:
+    async def take_handle(self, _token: object) -> OneHandle:
         await self.given.wait()
         self.taken += 1
         return self
@@ -39,25 +39,25 @@ class OneSeat:
     def begin(self, *_: object) -> None:
         """The attempt is no longer to be run."""
 
-    def slot_is_free(self, *_: object) -> None:
-        self.free_slots += 1
+    def permit_is_free(self, *_: object) -> None:
+        self.free_permits += 1
 
 
 @pytest.mark.parametrize("turns", range(4))
 @pytest.mark.parametrize("cancellations", [1, 2, 3])
-async def test_a_slot_that_is_cancelled_as_it_gets_its_seat_leaves_it(turns: int, cancellations: int) -> None:
-    seat: Any = OneSeat()
+async def test_a_slot_that_is_cancelled_as_it_gets_its_handle_leaves_it(turns: int, cancellations: int) -> None:
+    handle: Any = OneHandle()
     attempt = PlannedAttempt(AttemptRef("s-1", 0, 1), task_of(), 0, 1, "s", "default", (0, 0), 0.0)
-    evaluator = Evaluator(spec_of(BaseAgent()), [attempt], SimpleNamespace(), seat, 0.0, seat)  # type: ignore[arg-type]
+    evaluator = Evaluator(spec_of(BaseAgent()), [attempt], SimpleNamespace(), handle, 0.0, handle)  # type: ignore[arg-type]
     worker: Any = SimpleNamespace(is_abandoned=False, turn_is_over=lambda: False)
-    slot = asyncio.create_task(evaluator.drain(None, worker))
+    permit = asyncio.create_task(evaluator.drain(None, worker))
     await settle()
-    seat.given.set()
+    handle.given.set()
     for _ in range(turns):
         await asyncio.sleep(0)
     for _ in range(cancellations):
-        slot.cancel()
+        permit.cancel()
         await asyncio.sleep(0)
-    await asyncio.wait([slot])
+    await asyncio.wait([permit])
     await settle()
-    assert (seat.left, seat.free_slots) == (seat.taken, 1)
+    assert (handle.left, handle.free_permits) == (handle.taken, 1)
