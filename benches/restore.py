@@ -158,7 +158,7 @@ async def restore(folder: Path, count: int, *, finished: bool) -> tuple[float, f
     engine = Engine(
         specs=[spec],
         pool=None,
-        generation_engines={},
+        generation_backends={},
         journal=SqliteJournal(folder),
         clock=LoopClock(),
         settings=EngineSettings(max_running_samples=1),

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 
-from py_scheduler.adapters.sglang.engine import SglangSettings
 from py_scheduler.adapters.sglang.fleet import SglangFleet
 from py_scheduler.adapters.sglang.requests import generate_body
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.domain.generation import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from py_scheduler.domain.generation import Generation, GenerationRequest, ModelInfo
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +89,11 @@ class _Opening(msgspec.Struct, frozen=True):
         return [*self.taught[: self.added + shared], *token_ids[shared:]]
 
 
-class WithExamplesEngine:
-    """A GenerationEngine that asks `base`, which is started and closed by whoever owns it, and started before this."""
+class WithExamplesBackend:
+    """A GenerationBackend that asks `base`, which is started and closed by whoever owns it, and started before this."""
 
     def __init__(
-        self, base: GenerationEngine, *, examples: Sequence[WorkedExample] = (), instruction: str = ""
+        self, base: GenerationBackend, *, examples: Sequence[WorkedExample] = (), instruction: str = ""
     ) -> None:
         self._base = base
         self._lesson = [ChatMessage("system", instruction)] if instruction else []
@@ -103,7 +103,7 @@ class WithExamplesEngine:
         self._learning = asyncio.Lock()
 
     @property
-    def base(self) -> GenerationEngine:
+    def base(self) -> GenerationBackend:
         return self._base
 
     async def start(self) -> None:
@@ -132,7 +132,7 @@ class WithExamplesEngine:
         return await self._base.encode_chat(messages)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """See GenerationEngine. The examples count towards the base's context.
+        """See GenerationBackend. The examples count towards the base's context.
 
         Raises EngineRejectedError for a context that does not begin as the model's chat template does.
         """

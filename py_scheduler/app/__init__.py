@@ -9,6 +9,7 @@ show within a second; after the signal the process ends within `stop_limit_secon
 
 from __future__ import annotations
 
+from py_scheduler.app.backends import build_generation
 from py_scheduler.app.building import (
     Parts,
     build,
@@ -17,7 +18,6 @@ from py_scheduler.app.building import (
     build_specs,
     cluster_nodes,
 )
-from py_scheduler.app.engines import build_generation
 from py_scheduler.app.serving import in_process, open_front, run, running, serve, start_engines, stop_limit_seconds
 from py_scheduler.handler_parts import make_sandbox
 

@@ -14,7 +14,7 @@ import msgspec
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.api.server import ApiServer
-from py_scheduler.app.engines import build_generation
+from py_scheduler.app.backends import build_generation
 from py_scheduler.app.runners import NodesOfRay, build_ray, build_runners
 from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.config import Config, EvaluatorSettings, collecting
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from py_scheduler.api.generation_http import GenerationHttp
     from py_scheduler.config import ClusterSettings
     from py_scheduler.domain.evaluator import BaseAgent
-    from py_scheduler.domain.ports import GenerationEngine, Journal
+    from py_scheduler.domain.ports import GenerationBackend, Journal
     from py_scheduler.domain.resources import NodeResource
     from py_scheduler.domain.training.data import DataSource
     from py_scheduler.rollout.sources.python import Factory
@@ -57,7 +57,7 @@ class Parts:
     `front` lets clients of OpenAI's API into episodes.
     """
 
-    engines: dict[str, GenerationEngine]
+    engines: dict[str, GenerationBackend]
     scheduler: Engine
     steps: TaskScheduler
     step_service: StepService
@@ -107,7 +107,7 @@ class _Found:
     """What a configuration names: all that can be missing, or be wrong in itself."""
 
     specs: list[EvaluatorSpec]
-    engines: dict[str, GenerationEngine]
+    engines: dict[str, GenerationBackend]
     pool: PlacementPool | None
     source: DataSource | None
     eval_sources: list[DataSource]
@@ -156,7 +156,7 @@ def _build_scheduler(
     scheduler = Engine(
         specs=found.specs,
         pool=pool,
-        generation_engines=found.engines,
+        generation_backends=found.engines,
         journal=journal,
         clock=clock,
         settings=settings,
@@ -182,7 +182,7 @@ def _build_journal(config: Config, state_dir: Path | None) -> Journal:
     return file_journal(config, state_dir)
 
 
-def _build_front(config: Config, engines: dict[str, GenerationEngine], clock: LoopClock) -> GenerationHttp | None:
+def _build_front(config: Config, engines: dict[str, GenerationBackend], clock: LoopClock) -> GenerationHttp | None:
     if not (config.gateway.socket or config.gateway.listen):
         return None
     from py_scheduler.api.generation_http import GenerationHttp  # noqa: PLC0415 - most servers need none

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from py_scheduler.app.backends import base_role
 from py_scheduler.app.building import build
-from py_scheduler.app.engines import base_role
 from py_scheduler.app.loop_watchdog import LoopWatchdog
 from py_scheduler.app.state import state_dir_of
 from py_scheduler.containment import contained_task

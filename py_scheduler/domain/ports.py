@@ -42,7 +42,7 @@ class Clock(Protocol):
         ...
 
 
-class GenerationEngine(Protocol):
+class GenerationBackend(Protocol):
     """A language model that continues token ids.
 
     Cancelling `generate` stops the work at the engine too: nothing decodes on for nobody.
@@ -105,16 +105,16 @@ class GenerationControl(Protocol):
 
 
 @runtime_checkable
-class DerivedEngine(Protocol):
-    """A GenerationEngine that asks another one: what pauses that one pauses both."""
+class DerivedBackend(Protocol):
+    """A GenerationBackend that asks another one: what pauses that one pauses both."""
 
     @property
-    def base(self) -> GenerationEngine: ...
+    def base(self) -> GenerationBackend: ...
 
 
 @runtime_checkable
-class ProbedEngine(Protocol):
-    """A GenerationEngine that notices by itself whether its servers answer. Others count as up while they are open."""
+class ProbedBackend(Protocol):
+    """A GenerationBackend that notices by itself whether its servers answer. Others count as up while they are open."""
 
     @property
     def is_up(self) -> bool: ...

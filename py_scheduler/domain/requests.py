@@ -172,7 +172,7 @@ class EvaluatorSpecView(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int | None
 
 
-class GenerationEngineView(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationBackendView(msgspec.Struct, frozen=True, kw_only=True):
     """The language model in one role. error: why nothing is known of it; empty when something is."""
 
     role: str
@@ -216,7 +216,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     evaluators: tuple[EvaluatorSpecView, ...]
-    engines: tuple[GenerationEngineView, ...]
+    engines: tuple[GenerationBackendView, ...]
     nodes: tuple[NodeView, ...]
 
 

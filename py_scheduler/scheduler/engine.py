@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
-    from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
+    from py_scheduler.domain.ports import Clock, GenerationBackend, Journal
     from py_scheduler.domain.quotas import NamespaceSettings, Quota
     from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.domain.task import Batch
@@ -89,7 +89,7 @@ class Engine:
         *,
         specs: Sequence[EvaluatorSpec],
         pool: PlacementPool | None,
-        generation_engines: Mapping[str, GenerationEngine],
+        generation_backends: Mapping[str, GenerationBackend],
         journal: Journal,
         clock: Clock,
         settings: EngineSettings = EngineSettings(),
@@ -108,7 +108,7 @@ class Engine:
         self._clock = clock
         self.settings = settings
         self._journal = journal
-        self._generation_engines = generation_engines
+        self._generation_backends = generation_backends
         self._ledger = Ledger(settings.retained_submissions, settings.staleness)
         self._event_log = EventLog(journal, settings.retained_events, settings.retained_bytes)
         self._gate = StalenessGate(self._ledger, settings.staleness) if settings.staleness else None
@@ -116,7 +116,7 @@ class Engine:
         self._checkpoints = Checkpoints(journal, self._ledger, self._event_log)
         self._workdirs = Workdirs(settings.workdir_root)
         weights = RecordedWeights(self._recorder, self._event_log, clock)
-        self.generation = GenerationGateway(generation_engines, settings.max_running_generations, weights)
+        self.generation = GenerationGateway(generation_backends, settings.max_running_generations, weights)
         services = EpisodeServices(
             clock, self.generation, default_sampling, default_stopping, self._workdirs, api_front
         )
@@ -398,6 +398,6 @@ class Engine:
         return ServerInfo(
             version=version,
             evaluators=tuple(evaluator_view(spec) for spec in self._intake.specs.values()),
-            engines=tuple([await engine_view(role, engine) for role, engine in self._generation_engines.items()]),
+            engines=tuple([await engine_view(role, engine) for role, engine in self._generation_backends.items()]),
             nodes=tuple(map(node_view, self._pool.nodes())) if self._pool is not None else (),
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.limits import MAX_WAITING_SHOWN
-from py_scheduler.domain.requests import EvaluatorSpecView, GenerationEngineView, SubmissionView
+from py_scheduler.domain.requests import EvaluatorSpecView, GenerationBackendView, SubmissionView
 from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.errors import GenerationError
 from py_scheduler.scheduler.ledger.records import submission_and_number
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
     from py_scheduler.domain.requests import SubmissionSelector
     from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.execution.runner import Runners
@@ -96,16 +96,16 @@ def evaluator_view(spec: EvaluatorSpec) -> EvaluatorSpecView:
     )
 
 
-async def engine_view(role: str, engine: GenerationEngine) -> GenerationEngineView:
+async def engine_view(role: str, engine: GenerationBackend) -> GenerationBackendView:
     try:
         info = await engine.model_info()
     except GenerationError as error:
         # Its text holds addresses that are none of a client's business; the log has it.
         logger.warning("the engine in role %s does not say what it serves: %s", role, error)
-        return GenerationEngineView(
+        return GenerationBackendView(
             role=role, model_name="", weight_version="", vocab_size=0, context_length=0, error=_NO_MODEL_INFO
         )
-    return GenerationEngineView(
+    return GenerationBackendView(
         role=role,
         model_name=info.name,
         weight_version=info.weight_version,

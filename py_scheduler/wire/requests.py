@@ -18,7 +18,7 @@ from py_scheduler.domain.requests import (
     EvaluatorSpecView,
     EventFilter,
     EventKind,
-    GenerationEngineView,
+    GenerationBackendView,
     NodeView,
     ServerInfo,
     SubmissionSelector,
@@ -318,7 +318,7 @@ def decode_server_info(message: service.GetServerInfoResponse) -> ServerInfo:
             for evaluator in message.evaluators
         ),
         engines=tuple(
-            GenerationEngineView(
+            GenerationBackendView(
                 role=engine.role,
                 model_name=engine.model_name,
                 weight_version=engine.weight_version,

@@ -13,7 +13,8 @@ import pytest
 from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2_grpc
 from py_scheduler.adapters.http_client import RetrySettings
-from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
+from py_scheduler.adapters.sglang.backend import SglangBackend
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.api.server import GENERATION_SERVICE, ApiServer
 from py_scheduler.client import BlockingGenerationClient, GenerationClient, SchedulerClient
 from py_scheduler.config import ServerSettings
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from py_scheduler.domain.evaluator import Episode
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
 
 BUDGET = 10
 SAMPLES = 4
@@ -90,11 +91,11 @@ async def training(policy: OnWeightUpdate = OnWeightUpdate.RESTART) -> AsyncIter
     agent = TwoTurns()
     spec = spec_of(agent, default_sampling=SamplingParams(max_new_tokens=BUDGET), on_weight_update=policy)
     async with ControlledSglang() as sglang:
-        student = SglangEngine(sglang.base_url, settings=SETTINGS)
+        student = SglangBackend(sglang.base_url, settings=SETTINGS)
         await student.start()
-        engines: dict[str, GenerationEngine] = {STUDENT: student, TEACHER: ScriptedModel("yes")}
+        engines: dict[str, GenerationBackend] = {STUDENT: student, TEACHER: ScriptedModel("yes")}
         try:
-            async with running_engine(spec, generation_engines=engines) as harness:
+            async with running_engine(spec, generation_backends=engines) as harness:
                 server = ApiServer(harness.engine, "1.2.3", ServerSettings(listen="127.0.0.1:0"))
                 address = server.bind()
                 await server.start()

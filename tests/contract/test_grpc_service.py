@@ -10,7 +10,7 @@ from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 a
 from py_scheduler.client import SchedulerClient
 from py_scheduler.domain.requests import (
     EvaluatorSpecView,
-    GenerationEngineView,
+    GenerationBackendView,
     NodeView,
     ServerInfo,
     SubmissionView,
@@ -102,10 +102,10 @@ async def test_server_info(served: Served, client: SchedulerClient) -> None:
             ),
         ),
         engines=(
-            GenerationEngineView(
+            GenerationBackendView(
                 role="student", model_name="m", weight_version="7", vocab_size=49_152, context_length=2_048
             ),
-            GenerationEngineView(
+            GenerationBackendView(
                 role="teacher", model_name="", weight_version="", vocab_size=0, context_length=0, error="is away"
             ),
         ),

@@ -60,7 +60,7 @@ async def served() -> AsyncIterator[Served]:
     model = ControlledModel()
     async with running_engine(
         spec_of(OneTurn(), default_sampling=SamplingParams(max_new_tokens=BUDGET)),
-        generation_engines={STUDENT: model},
+        generation_backends={STUDENT: model},
         settings=EngineSettings(staleness={"default": StalenessSettings(max_staleness=1, step_size=STEP)}),
     ) as harness:
         server = ApiServer(harness.engine, "1.2.3", ServerSettings(listen="127.0.0.1:0"))

@@ -140,7 +140,7 @@ async def test_pauses_updates_and_continues_mean_the_same_in_the_next_run(tmp_pa
     model = ControlledModel()
     update = WeightUpdate(model_path="/w/1", weight_version="v1")
     async with AsyncExitStack() as stack:
-        runs = Runs(tmp_path, stack, generation_engines={STUDENT: model})
+        runs = Runs(tmp_path, stack, generation_backends={STUDENT: model})
         gateway = (await runs.start()).engine.generation
         for _ in range(2):
             assert (await gateway.pause(STUDENT, PauseMode.RETRACT)).pause_mode is PauseMode.RETRACT
@@ -158,7 +158,7 @@ async def test_pauses_updates_and_continues_mean_the_same_in_the_next_run(tmp_pa
 
 async def test_training_that_resumes_again_counts_from_the_same_epoch(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        runs = Runs(tmp_path, stack, generation_engines={STUDENT: ControlledModel()})
+        runs = Runs(tmp_path, stack, generation_backends={STUDENT: ControlledModel()})
         harness = await runs.start()
         await harness.engine.generation.update_weights(STUDENT, WeightUpdate(model_path="/w/1", weight_version="v1"))
         epochs = [await harness.engine.resume_training("default") for _ in range(2)]

@@ -62,7 +62,7 @@ def task_of(tests: list[dict[str, Any]] | None = None, function: str = "add", **
 async def playing(model: ScriptedModel, sandbox: ProcessSandbox | None = None, **agent: Any) -> AsyncIterator[Harness]:
     handler = CodeAgent(sandbox=sandbox or ProcessSandbox(SETTINGS), **agent)
     async with running_engine(
-        spec_of(handler, "code"), generation_engines={"student": model, "teacher": model}
+        spec_of(handler, "code"), generation_backends={"student": model, "teacher": model}
     ) as harness:
         yield harness
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from py_scheduler.adapters.llama_cpp.engine import LlamaCppEngine, LlamaCppSettings
+from py_scheduler.adapters.llama_cpp.backend import LlamaCppBackend, LlamaCppSettings
 from py_scheduler.adapters.llama_cpp.model_store import fetch_smollm2
-from py_scheduler.adapters.with_examples import WithExamplesEngine, WorkedExample
+from py_scheduler.adapters.with_examples import WithExamplesBackend, WorkedExample
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.generation import ChatMessage, Generation, GenerationRequest, SamplingParams
 from py_scheduler.domain.results import AgentResult, Reward
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from py_scheduler.domain.evaluator import Episode
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
 
 pytestmark = [
     pytest.mark.model,
@@ -50,7 +50,7 @@ PROBLEMS = tuple((a, b) for a in (1, 2, 3) for b in (1, 4, 5))
 class Listening:
     """Passes everything on, and keeps the requests."""
 
-    def __init__(self, engine: LlamaCppEngine) -> None:
+    def __init__(self, engine: LlamaCppBackend) -> None:
         self.engine = engine
         self.requests: list[GenerationRequest] = []
         self.model_info = engine.model_info
@@ -68,9 +68,9 @@ class Listening:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def student(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LlamaCppEngine]:
+async def student(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LlamaCppBackend]:
     path = fetch_smollm2(tmp_path_factory.mktemp("models"))
-    engine = LlamaCppEngine(path, settings=LlamaCppSettings(slots=2, context_length=1024))
+    engine = LlamaCppBackend(path, settings=LlamaCppSettings(slots=2, context_length=1024))
     await engine.start()
     yield engine
     await engine.close()
@@ -84,10 +84,10 @@ def asked(ids: list[int], max_new_tokens: int = 16) -> GenerationRequest:
 
 @pytest.mark.parametrize("system", ["", "You are a calculator."])
 async def test_the_model_reads_what_its_own_template_makes_of_the_examples(
-    student: LlamaCppEngine, system: str
+    student: LlamaCppBackend, system: str
 ) -> None:
     base = Listening(student)
-    teacher = WithExamplesEngine(base, examples=EXAMPLES)
+    teacher = WithExamplesBackend(base, examples=EXAMPLES)
     await teacher.start()
     conversation = [ChatMessage("user", "What is 2 plus 2?")]
     if system:
@@ -101,8 +101,8 @@ async def test_the_model_reads_what_its_own_template_makes_of_the_examples(
     assert generation.weight_spans == again.weight_spans
 
 
-async def test_room_is_what_the_examples_leave(student: LlamaCppEngine) -> None:
-    teacher = WithExamplesEngine(student, examples=EXAMPLES)
+async def test_room_is_what_the_examples_leave(student: LlamaCppBackend) -> None:
+    teacher = WithExamplesBackend(student, examples=EXAMPLES)
     prompt = await teacher.encode_chat([ChatMessage("user", "What is 2 plus 2?")])
     room = (await teacher.model_info()).context_length
     assert 700 < room < 1024
@@ -127,14 +127,14 @@ class SumsAgent(BaseAgent):
         )
 
 
-async def test_the_teacher_knows_the_form_that_the_student_does_not(student: LlamaCppEngine) -> None:
-    engines: dict[str, GenerationEngine] = {
+async def test_the_teacher_knows_the_form_that_the_student_does_not(student: LlamaCppBackend) -> None:
+    engines: dict[str, GenerationBackend] = {
         "student": student,
-        "teacher": WithExamplesEngine(student, examples=EXAMPLES),
+        "teacher": WithExamplesBackend(student, examples=EXAMPLES),
     }
     tasks = [task_of(f"What is {a} plus {b}?", sampling=SamplingParams(temperature=0.0)) for a, b in PROBLEMS]
     tagged = {}
-    async with running_engine(spec_of(SumsAgent()), generation_engines=engines) as harness:
+    async with running_engine(spec_of(SumsAgent()), generation_backends=engines) as harness:
         for beta in (0.0, 1.0):
             reply = await harness.submit(tasks, int(beta), iteration=IterationContext(rollout_id=0, beta=beta))
             samples = await harness.samples(reply)

@@ -145,7 +145,7 @@ async def sources(beta: float | None, *tasks: Task, rollout_id: int = 0) -> list
     """Who generated each turn of each sample."""
     engines = {STUDENT: Words(1), TEACHER: Words(2)}
     iteration = None if beta is None else IterationContext(rollout_id=rollout_id, beta=beta)
-    async with running_engine(spec_of(MixingAgent()), generation_engines=engines) as harness:
+    async with running_engine(spec_of(MixingAgent()), generation_backends=engines) as harness:
         reply = await harness.submit(tasks, iteration=iteration)
         samples = sorted(await harness.samples(reply), key=lambda s: (reply.task_ids.index(s.task_id), s.sample_no))
     turns = [[turn.source for turn in sample.trajectory.turns][1:] for sample in samples]
@@ -201,7 +201,7 @@ async def test_evals_are_the_students_unless_their_iteration_says_otherwise() ->
 
 async def test_a_teacher_that_is_missing_is_a_clear_error() -> None:
     engines = {STUDENT: Words(1)}
-    async with running_engine(spec_of(MixingAgent()), generation_engines=engines) as harness:
+    async with running_engine(spec_of(MixingAgent()), generation_backends=engines) as harness:
         reply = await harness.submit([task_of("3")], iteration=IterationContext(rollout_id=0, beta=1e-9))
         (sample,) = await harness.samples(reply)
         fine = await harness.submit([task_of("3")], 1, iteration=IterationContext(rollout_id=0))
@@ -342,7 +342,7 @@ async def test_a_second_conversation_in_one_context_is_refused(*, generates: boo
         await episode.observe_chat([ChatMessage("user", "second")])
         return AgentResult()
 
-    async with running_engine(spec_of(ScriptedAgent(twice=twice)), generation_engines={STUDENT: Words(1)}) as harness:
+    async with running_engine(spec_of(ScriptedAgent(twice=twice)), generation_backends={STUDENT: Words(1)}) as harness:
         (sample,) = await harness.samples(await harness.submit([task_of("twice")]))
     assert sample.outcome is Outcome.INFRA_OTHER
     assert "FailedPreconditionError" in sample.error

@@ -43,7 +43,7 @@ async def sample_and_budgets(
     agent: Chatters, model: ControlledModel, **config: Any
 ) -> tuple[SampleDone, list[int | None]]:
     """Plays until the sample is done; what each of its turns asked the engine for."""
-    async with running_engine(spec_of(agent), generation_engines={STUDENT: model}) as harness:
+    async with running_engine(spec_of(agent), generation_backends={STUDENT: model}) as harness:
         reply = await harness.submit([task_of(**config)])
         await settle()
         while model.flights:
@@ -83,7 +83,7 @@ async def test_max_context_len_within_it_counts() -> None:
 async def test_a_budget_that_a_turn_names_is_asked_for_as_it_is(said: dict[str, Any]) -> None:
     """Whether it fits is the engine's to say: somebody meant it."""
     model = ControlledModel(default_max_new_tokens=8, context_length=CONTEXT)
-    async with running_engine(spec_of(Chatters(observed=3, **said)), generation_engines={STUDENT: model}) as harness:
+    async with running_engine(spec_of(Chatters(observed=3, **said)), generation_backends={STUDENT: model}) as harness:
         await harness.submit([task_of()])
         await settle()
         assert [request.sampling.max_new_tokens for request in model.requests] == [40]
@@ -91,7 +91,7 @@ async def test_a_budget_that_a_turn_names_is_asked_for_as_it_is(said: dict[str, 
 
 async def test_so_is_one_of_the_cascade() -> None:
     model = ControlledModel(default_max_new_tokens=8, context_length=CONTEXT)
-    async with running_engine(spec_of(Chatters(observed=3)), generation_engines={STUDENT: model}) as harness:
+    async with running_engine(spec_of(Chatters(observed=3)), generation_backends={STUDENT: model}) as harness:
         await harness.submit([task_of(sampling=SamplingParams(max_new_tokens=40))])
         await settle()
         assert [request.sampling.max_new_tokens for request in model.requests] == [40]
@@ -99,7 +99,7 @@ async def test_so_is_one_of_the_cascade() -> None:
 
 async def test_an_engine_whose_default_nobody_knows_is_left_to_it() -> None:
     model = ControlledModel(default_max_new_tokens=None, context_length=CONTEXT)
-    async with running_engine(spec_of(Chatters(observed=3)), generation_engines={STUDENT: model}) as harness:
+    async with running_engine(spec_of(Chatters(observed=3)), generation_backends={STUDENT: model}) as harness:
         await harness.submit([task_of()])
         await settle()
         assert [request.sampling.max_new_tokens for request in model.requests] == [None]
@@ -107,7 +107,7 @@ async def test_an_engine_whose_default_nobody_knows_is_left_to_it() -> None:
 
 async def test_the_least_that_is_asked_for_is_cut_with_the_most() -> None:
     model = ControlledModel(default_max_new_tokens=8, context_length=CONTEXT)
-    async with running_engine(spec_of(Chatters(observed=26)), generation_engines={STUDENT: model}) as harness:
+    async with running_engine(spec_of(Chatters(observed=26)), generation_backends={STUDENT: model}) as harness:
         await harness.submit([task_of(sampling=SamplingParams(min_new_tokens=6))])
         await settle()
         (asked,) = [request.sampling for request in model.requests]
@@ -134,7 +134,7 @@ async def test_a_second_turn_beside_one_that_asks_for_its_budget_is_refused() ->
             return Reward(score=1.0)
 
     model = ControlledModel(default_max_new_tokens=8, context_length=CONTEXT)
-    async with running_engine(spec_of(Twice()), generation_engines={STUDENT: model}) as harness:
+    async with running_engine(spec_of(Twice()), generation_backends={STUDENT: model}) as harness:
         reply = await harness.submit([task_of()])
         await model.step(8)
         await harness.done(reply)

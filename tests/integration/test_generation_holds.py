@@ -79,7 +79,7 @@ async def held(agent: ToolAgent | None = None, **spec: Any) -> AsyncIterator[Hel
     sampling = SamplingParams(max_new_tokens=BUDGET)
     engines = {STUDENT: model, TEACHER: ControlledModel()}
     async with running_engine(
-        spec_of(agent, default_sampling=sampling, **spec), clock=clock, generation_engines=engines
+        spec_of(agent, default_sampling=sampling, **spec), clock=clock, generation_backends=engines
     ) as harness:
         yield Held(harness, model, clock, agent)
 
@@ -221,7 +221,7 @@ async def test_generations_of_a_role_beyond_its_cap_wait_at_the_scheduler() -> N
     sampling = SamplingParams(max_new_tokens=BUDGET)
     async with running_engine(
         spec_of(agent, default_sampling=sampling),
-        generation_engines={STUDENT: model},
+        generation_backends={STUDENT: model},
         settings=EngineSettings(max_running_generations={STUDENT: 3}),
     ) as harness:
         reply = await harness.submit([task_of(repeat_times=8)])

@@ -232,7 +232,7 @@ async def test_bodies_and_paths_that_are_none() -> None:
 
 
 async def test_without_a_front_a_handler_is_told_what_to_set() -> None:
-    async with running_engine(spec_of(InlineAgent()), generation_engines={"student": ScriptedModel("5")}) as harness:
+    async with running_engine(spec_of(InlineAgent()), generation_backends={"student": ScriptedModel("5")}) as harness:
         (sample,) = await harness.samples(await harness.submit([task_of()]))
     assert sample.outcome is Outcome.INFRA_OTHER
     assert "under [gateway]" in sample.error

@@ -146,7 +146,7 @@ async def test_a_limit_that_is_new_counts_from_then_on_and_one_that_changed_goes
         settings = EngineSettings(staleness=staleness)
         model = ControlledModel()
         async with running_engine(
-            spec, journal=SqliteJournal(tmp_path), settings=settings, generation_engines={STUDENT: model}
+            spec, journal=SqliteJournal(tmp_path), settings=settings, generation_backends={STUDENT: model}
         ) as harness:
             await harness.done(await harness.submit([task_of()], number, request_id=f"r{number}"))
             found = harness.engine.ledger.service.windows.get("default")

@@ -65,10 +65,10 @@ async def test_an_episode_looks_the_same_from_a_child() -> None:
 @pytest.mark.parametrize("prompt", ["generate 3", "raise", "overflow", "misuse"])
 async def test_records_and_outcomes_are_those_of_a_handler_in_the_loop(prompt: str) -> None:
     changes: dict[str, Any] = {"default_stopping": StoppingCriteria(max_context_len=24)} if prompt == "overflow" else {}
-    async with children(generation_engines={"student": ScriptedModel("one", "two")}, spec=changes) as harness:
+    async with children(generation_backends={"student": ScriptedModel("one", "two")}, spec=changes) as harness:
         there = await play(harness, prompt)
     engines = {"student": ScriptedModel("one", "two")}
-    async with running_engine(spec_of(OddAgent(), **changes), generation_engines=engines) as inline:
+    async with running_engine(spec_of(OddAgent(), **changes), generation_backends=engines) as inline:
         here = await play(inline, prompt)
     for name in ("outcome", "trajectory", "termination_reason", "error", "phase"):
         assert getattr(there, name) == getattr(here, name), name
@@ -115,7 +115,7 @@ async def test_a_child_sees_the_gpus_of_its_token_and_no_other() -> None:
 
 async def test_a_stop_reaches_the_child_and_what_it_was_generating_is_kept() -> None:
     model = ControlledModel()
-    async with children(generation_engines={STUDENT: model}, settings=runner_settings(max_runners=1)) as harness:
+    async with children(generation_backends={STUDENT: model}, settings=runner_settings(max_runners=1)) as harness:
         reply = await harness.submit([task_of("generate 1")])
         (pid,) = harness.pids
         await model.asked()
@@ -130,7 +130,7 @@ async def test_a_stop_reaches_the_child_and_what_it_was_generating_is_kept() -> 
 
 async def test_a_turn_that_the_handler_gives_up_is_in_the_record_before_the_next() -> None:
     model = ControlledModel()
-    async with children(generation_engines={STUDENT: model}) as harness:
+    async with children(generation_backends={STUDENT: model}) as harness:
         reply = await harness.submit([task_of("give_up_a_turn")])
         await model.asked()
         await model.step(2)
@@ -146,7 +146,7 @@ async def test_new_weights_while_a_child_generates(mode: PauseMode) -> None:
     """Pause, update, continue: the child notices nothing, and its tokens say by which weights they were made."""
     model = ControlledModel(default_max_new_tokens=10)
     spec = {"on_weight_update": OnWeightUpdate.RESUME}
-    async with children(generation_engines={STUDENT: model}, spec=spec) as harness:
+    async with children(generation_backends={STUDENT: model}, spec=spec) as harness:
         reply = await harness.submit([task_of("keep_at_it x")])
         gateway = harness.engine.generation
         await model.asked()
@@ -169,7 +169,7 @@ async def test_a_client_of_openais_api_inside_a_child() -> None:
     model = ScriptedModel("one", "two")
     front = GenerationHttp(GatewaySettings(listen="127.0.0.1:0"), {STUDENT: model}, LoopClock())
     chatting = children(
-        "tests.support.child_handlers:ChattingChild", generation_engines={STUDENT: model}, api_front=front
+        "tests.support.child_handlers:ChattingChild", generation_backends={STUDENT: model}, api_front=front
     )
     async with front, chatting as harness:
         sample = await play(harness, "fine")
@@ -223,7 +223,7 @@ async def test_children_are_started_together_and_no_more_of_them_than_is_said() 
 
 async def test_a_stop_may_ask_for_another_child() -> None:
     model = ControlledModel()
-    async with children(generation_engines={STUDENT: model}, settings=runner_settings(max_runners=1)) as harness:
+    async with children(generation_backends={STUDENT: model}, settings=runner_settings(max_runners=1)) as harness:
         reply = await harness.submit([task_of("generate 1")])
         await model.asked()
         (pid,) = harness.pids

@@ -321,7 +321,7 @@ async def test_an_engine_ends_at_once_with_children_that_block(tmp_path: Path) -
 
 async def test_a_child_killed_while_it_generates_leaves_nothing_at_the_engine(tmp_path: Path) -> None:
     model = ControlledModel()
-    async with children(generation_engines={STUDENT: model}, settings=ONE) as harness:
+    async with children(generation_backends={STUDENT: model}, settings=ONE) as harness:
         reply = await harness.submit([task_of("keep_at_it x", retry=RetryPolicy(max_loss_retries=0))])
         await model.asked()
         await model.step(3)

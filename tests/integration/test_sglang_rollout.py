@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from py_scheduler.adapters.http_client import RetrySettings
-from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
+from py_scheduler.adapters.sglang.backend import SglangBackend
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.generation import SamplingParams
 from py_scheduler.domain.requests import AbortRequest
@@ -48,12 +49,12 @@ async def rollout(
     )
     async with ScriptedSglang() as server:
         server.scripts.extend(scripts)
-        student = SglangEngine(server.base_url, settings=settings)
+        student = SglangBackend(server.base_url, settings=settings)
         await student.start()
         try:
             async with running_engine(
                 spec_of(agent or OneTurnAgent(), default_sampling=SamplingParams(max_new_tokens=NEW_TOKENS)),
-                generation_engines={"student": student},
+                generation_backends={"student": student},
             ) as harness:
                 yield harness, server
                 await server.until(lambda: not server.running)

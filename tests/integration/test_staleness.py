@@ -203,7 +203,7 @@ async def test_a_change_behind_the_schedulers_back_is_noticed_by_whoever_asks() 
 async def test_changes_of_weights_are_events_of_every_namespace() -> None:
     model, journal = ControlledModel(), SurvivingJournal()
     engines: dict[str, Any] = {STUDENT: model, TEACHER: Based(model)}
-    async with running_engine(spec_of(Generates()), generation_engines=engines, journal=journal) as harness:
+    async with running_engine(spec_of(Generates()), generation_backends=engines, journal=journal) as harness:
         reply = await harness.submit([task_of()])
         for version in ("1", "1", "2"):
             update = WeightUpdate(model_path="/weights", weight_version=version)

@@ -93,7 +93,7 @@ async def test_an_actor_sees_the_gpus_of_its_token() -> None:
 
 
 async def test_an_actor_generates_through_the_gateway_alone() -> None:
-    async with on_ray("node-a", generation_engines={STUDENT: ScriptedModel("one", "two")}) as harness:
+    async with on_ray("node-a", generation_backends={STUDENT: ScriptedModel("one", "two")}) as harness:
         (sample,) = await harness.samples(await harness.submit([task_of("generate 2")]))
     assert sample.outcome is Outcome.SOLVED, sample.error
     assert sample.trajectory.written_text == "one\ntwo"

@@ -15,7 +15,8 @@ import pytest
 
 from examples.sglang.serve_cpu import environment
 from py_scheduler.adapters.http_client import RetrySettings
-from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
+from py_scheduler.adapters.sglang.backend import SglangBackend
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.domain.generation import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ class RealSglang:
         await self._session.close()
 
     @asynccontextmanager
-    async def engine(self, base_url: str = "", **settings: Any) -> AsyncIterator[SglangEngine]:
+    async def engine(self, base_url: str = "", **settings: Any) -> AsyncIterator[SglangBackend]:
         """The adapter on this server, or on what stands in front of it at `base_url`."""
-        engine = SglangEngine(base_url or self.base_url, settings=msgspec.structs.replace(SETTINGS, **settings))
+        engine = SglangBackend(base_url or self.base_url, settings=msgspec.structs.replace(SETTINGS, **settings))
         await engine.start()
         try:
             yield engine

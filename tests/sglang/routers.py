@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from examples.sglang.serve_cpu import HOST, environment, free_port
-from py_scheduler.adapters.sglang.engine import SglangEngine
+from py_scheduler.adapters.sglang.backend import SglangBackend
 from tests.sglang.asking import ANSWER_SECONDS, SETTINGS
 from tests.sglang.conftest import PYTHON
 
@@ -60,8 +60,8 @@ async def _until_ready(base_url: str, workers: int, process: asyncio.subprocess.
 
 
 @asynccontextmanager
-async def engine_behind(router_url: str, *worker_urls: str) -> AsyncIterator[SglangEngine]:
-    engine = SglangEngine(router_url, control_urls=worker_urls, settings=SETTINGS)
+async def engine_behind(router_url: str, *worker_urls: str) -> AsyncIterator[SglangBackend]:
+    engine = SglangBackend(router_url, control_urls=worker_urls, settings=SETTINGS)
     await engine.start()
     try:
         yield engine

@@ -77,7 +77,7 @@ async def rollout(real: RealSglang, agent: BaseAgent) -> AsyncIterator[Harness]:
     sampling = SamplingParams(temperature=TEMPERATURE, ignore_eos=True)
     async with (
         real.engine() as student,
-        running_engine(spec_of(agent, default_sampling=sampling), generation_engines={"student": student}) as harness,
+        running_engine(spec_of(agent, default_sampling=sampling), generation_backends={"student": student}) as harness,
     ):
         yield harness
 
@@ -128,7 +128,7 @@ async def test_a_sample_that_times_out_stops_at_the_server(real: RealSglang, ref
     sampling = SamplingParams(ignore_eos=True)
     async with real.engine() as student:
         spec = spec_of(LongAgent(), default_sampling=sampling, run_timeout_seconds=2.0)
-        async with running_engine(spec, generation_engines={"student": student}) as harness:
+        async with running_engine(spec, generation_backends={"student": student}) as harness:
             (sample,) = await harness.samples(await harness.submit([task_of()]))
             await real.until_idle(2.0)
     assert sample.outcome is Outcome.AGENT_TIMEOUT

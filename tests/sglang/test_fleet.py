@@ -91,7 +91,7 @@ async def test_512_episodes_at_once(pair: list[RealSglang]) -> None:
     spec = spec_of(TalkingAgent(TURNS, TURN_TOKENS), default_sampling=SamplingParams(ignore_eos=True))
     async with (
         fleet_on(*(real.base_url for real in pair)) as fleet,
-        running_engine(spec, generation_engines={"student": fleet}) as harness,
+        running_engine(spec, generation_backends={"student": fleet}) as harness,
     ):
         reply = await harness.submit([task_of(repeat_times=8) for _ in range(EPISODES // 8)])
         for real in pair:

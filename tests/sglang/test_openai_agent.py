@@ -61,7 +61,7 @@ async def rollout(real: RealSglang, agent: BaseAgent) -> AsyncIterator[Harness]:
         engines = {"student": student}
         front = GenerationHttp(GatewaySettings(listen="127.0.0.1:0"), engines, LoopClock())
         spec = spec_of(agent, default_sampling=sampling)
-        async with front, running_engine(spec, generation_engines=engines, api_front=front) as harness:
+        async with front, running_engine(spec, generation_backends=engines, api_front=front) as harness:
             yield harness
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import BaseAgent
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
     from py_scheduler.domain.task import Task
 
 
@@ -40,14 +40,14 @@ class Training(msgspec.Struct):
 
 @asynccontextmanager
 async def training(
-    engine: GenerationEngine,
+    engine: GenerationBackend,
     agent: BaseAgent,
     sampling: SamplingParams,
     policy: OnWeightUpdate = OnWeightUpdate.RESTART,
     api_front: ApiFront | None = None,
 ) -> AsyncIterator[Training]:
     spec = spec_of(agent, default_sampling=sampling, run_timeout_seconds=60.0, on_weight_update=policy)
-    async with running_engine(spec, generation_engines={STUDENT: engine}, api_front=api_front) as harness:
+    async with running_engine(spec, generation_backends={STUDENT: engine}, api_front=api_front) as harness:
         server = ApiServer(harness.engine, "1.2.3", ServerSettings(listen="127.0.0.1:0"))
         address = server.bind()
         await server.start()

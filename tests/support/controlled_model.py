@@ -57,7 +57,7 @@ class _Flight:
 
 
 class ControlledModel:
-    """A GenerationEngine with GenerationControl. `fail_with` is raised by the next control call, without effect."""
+    """A GenerationBackend with GenerationControl. `fail_with` is raised by the next control call, without effect."""
 
     def __init__(self, default_max_new_tokens: int | None = 16, context_length: int = 10_000) -> None:
         self.version = "v0"
@@ -102,7 +102,7 @@ class ControlledModel:
             flight.over.set_exception(EngineUnavailableError("it broke down", partial))
         await settle()
 
-    # GenerationEngine
+    # GenerationBackend
 
     async def start(self) -> None: ...
 

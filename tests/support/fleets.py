@@ -7,9 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from py_scheduler.adapters.http_client import RetrySettings
-from py_scheduler.adapters.sglang.engine import SglangSettings
 from py_scheduler.adapters.sglang.fleet import SglangFleet
-from py_scheduler.adapters.sglang.settings import FleetSettings
+from py_scheduler.adapters.sglang.settings import FleetSettings, SglangSettings
 from py_scheduler.domain.generation import Generation, GenerationRequest, SamplingParams
 from tests.support.fake_clock import FakeClock
 from tests.support.scripted_sglang import Script, ScriptedSglang

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.ports import Clock, GenerationEngine, Journal
+    from py_scheduler.domain.ports import Clock, GenerationBackend, Journal
     from py_scheduler.domain.quotas import NamespaceSettings
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.domain.training.iteration import IterationContext
@@ -116,7 +116,7 @@ async def running_engine(
     settings: EngineSettings | None = None,
     journal: Journal | None = None,
     max_running_samples: int | None = None,
-    generation_engines: Mapping[str, GenerationEngine] | None = None,
+    generation_backends: Mapping[str, GenerationBackend] | None = None,
     batching_strategy: BatchingStrategy = fifo_batching,
     default_sampling: SamplingParams = SamplingParams(),
     api_front: ApiFront | None = None,
@@ -128,7 +128,7 @@ async def running_engine(
     engine = Engine(
         specs=specs,
         pool=pool,
-        generation_engines=generation_engines or {},
+        generation_backends=generation_backends or {},
         journal=journal or MemoryJournal(),
         clock=clock or LoopClock(),
         settings=settings or EngineSettings(),

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from py_scheduler.adapters.http_client import RetrySettings
 from py_scheduler.adapters.loop_clock import LoopClock
-from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
+from py_scheduler.adapters.sglang.backend import SglangBackend
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.api.generation_http import GenerationHttp
 from py_scheduler.config import GatewaySettings
 from py_scheduler.domain.requests import AbortRequest
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from py_scheduler.domain.evaluator import BaseAgent, Episode
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
     from py_scheduler.domain.requests import SubmitReply
     from py_scheduler.domain.results import SampleDone
 
@@ -30,19 +31,19 @@ HELLO = [says("system", "Be brief."), says("user", "Hello")]
 
 @asynccontextmanager
 async def playing(
-    agent: BaseAgent, student: GenerationEngine, gateway: GatewaySettings | None = None, **spec: Any
+    agent: BaseAgent, student: GenerationBackend, gateway: GatewaySettings | None = None, **spec: Any
 ) -> AsyncIterator[Harness]:
     """No key outlives its episode."""
     front = GenerationHttp(gateway or GatewaySettings(listen="127.0.0.1:0"), {"student": student}, LoopClock())
     async with (
         front,
-        running_engine(spec_of(agent, **spec), generation_engines={"student": student}, api_front=front) as harness,
+        running_engine(spec_of(agent, **spec), generation_backends={"student": student}, api_front=front) as harness,
     ):
         yield harness
     assert len(front._keys) == 0
 
 
-async def play(agent: BaseAgent, student: GenerationEngine, **options: Any) -> SampleDone:
+async def play(agent: BaseAgent, student: GenerationBackend, **options: Any) -> SampleDone:
     async with playing(agent, student, **options) as harness:
         (sample,) = await harness.samples(await harness.submit([task_of()]))
     return sample
@@ -74,7 +75,7 @@ class Lent:
 
 
 @asynccontextmanager
-async def lent(student: GenerationEngine, agent: LendingAgent | None = None, **options: Any) -> AsyncIterator[Lent]:
+async def lent(student: GenerationBackend, agent: LendingAgent | None = None, **options: Any) -> AsyncIterator[Lent]:
     agent = agent or LendingAgent()
     async with playing(agent, student, **options) as harness:
         reply = await harness.submit([task_of()])
@@ -85,14 +86,14 @@ async def lent(student: GenerationEngine, agent: LendingAgent | None = None, **o
 
 
 @asynccontextmanager
-async def sglang(*scripts: Script) -> AsyncIterator[tuple[ScriptedSglang, SglangEngine]]:
+async def sglang(*scripts: Script) -> AsyncIterator[tuple[ScriptedSglang, SglangBackend]]:
     """Nothing decodes on afterwards."""
     settings = SglangSettings(
         retry=RetrySettings(attempts=2, base_seconds=0.001, max_seconds=0.01), default_max_new_tokens=8
     )
     async with ScriptedSglang(opening="<assistant>") as server:
         server.scripts.extend(scripts)
-        engine = SglangEngine(server.base_url, settings=settings)
+        engine = SglangBackend(server.base_url, settings=settings)
         await engine.start()
         try:
             yield server, engine

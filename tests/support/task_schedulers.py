@@ -31,7 +31,7 @@ def engine_of(
     return Engine(
         specs=specs,
         pool=pool,
-        generation_engines={},
+        generation_backends={},
         journal=journal or MemoryJournal(),
         clock=LoopClock(),
         settings=EngineSettings(**settings),

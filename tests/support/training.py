@@ -84,7 +84,7 @@ async def training(
     limit = StalenessSettings(max_staleness=max_staleness, step_size=STEP)
     async with running_engine(
         spec_of(Generates(), default_sampling=SamplingParams(max_new_tokens=BUDGET), **(spec or {})),
-        generation_engines={STUDENT: model},
+        generation_backends={STUDENT: model},
         settings=EngineSettings(**{"staleness": {"default": limit}, **settings}),
         journal=journal,
     ) as harness:

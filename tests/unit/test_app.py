@@ -23,7 +23,7 @@ from py_scheduler.errors import ConfigError, EngineUnavailableError
 from tests.support.app_handlers import Stubborn
 
 if TYPE_CHECKING:
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
 
 STUBBORN = """
 [server]
@@ -57,7 +57,7 @@ task_type = "echo"
 """
 
 
-class StartingEngine:
+class StartingBackend:
     """Starts when it is told to, or fails; writes down what happens to it."""
 
     def __init__(self, diary: list[str], name: str, error: Exception | None = None) -> None:
@@ -82,10 +82,10 @@ class StartingEngine:
         self._diary.append(f"{self._name} closed")
 
 
-def parts_of(**engines: StartingEngine) -> app.Parts:
+def parts_of(**engines: StartingBackend) -> app.Parts:
     nothing = cast("Any", None)
     return app.Parts(
-        engines=cast("dict[str, GenerationEngine]", engines),
+        engines=cast("dict[str, GenerationBackend]", engines),
         scheduler=nothing,
         steps=nothing,
         step_service=nothing,
@@ -101,7 +101,7 @@ async def start(parts: app.Parts, stop: asyncio.Event) -> bool:
 async def test_engines_are_started_together_and_closed_after(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "py_scheduler")
     diary: list[str] = []
-    engines = {name: StartingEngine(diary, name) for name in ("a", "b")}
+    engines = {name: StartingBackend(diary, name) for name in ("a", "b")}
     engines["b"].may_start.set()
     starting = asyncio.create_task(start(parts_of(**engines), asyncio.Event()))
     await engines["a"].begun.wait()
@@ -110,25 +110,25 @@ async def test_engines_are_started_together_and_closed_after(caplog: pytest.LogC
     assert await starting
     assert diary == ["b started", "a started", "b closed", "a closed"]
     assert [message.partition(" after")[0] for message in caplog.messages] == [
-        "engine a: StartingEngine is loading",
-        "engine b: StartingEngine is loading",
-        "engine b: StartingEngine is ready",
-        "engine a: StartingEngine is ready",
+        "engine a: StartingBackend is loading",
+        "engine b: StartingBackend is loading",
+        "engine b: StartingBackend is ready",
+        "engine a: StartingBackend is ready",
     ]
     assert await start(parts_of(), asyncio.Event())
 
 
 async def test_one_engine_that_fails_ends_the_start_of_the_others_before_they_are_closed() -> None:
     diary: list[str] = []
-    failing = StartingEngine(diary, "a", EngineUnavailableError("nobody there"))
+    failing = StartingBackend(diary, "a", EngineUnavailableError("nobody there"))
     with pytest.raises(EngineUnavailableError, match="nobody there"):
-        await start(parts_of(a=failing, b=StartingEngine(diary, "b")), asyncio.Event())
+        await start(parts_of(a=failing, b=StartingBackend(diary, "b")), asyncio.Event())
     assert diary == ["b gave up", "b closed", "a closed"]
 
 
 async def test_a_stop_ends_the_start() -> None:
     diary: list[str] = []
-    slow = StartingEngine(diary, "a")
+    slow = StartingBackend(diary, "a")
     stop = asyncio.Event()
     starting = asyncio.create_task(start(parts_of(a=slow), stop))
     await slow.begun.wait()

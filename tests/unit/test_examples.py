@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 import msgspec
 import pytest
 
-from py_scheduler.adapters.llama_cpp.engine import LlamaCppSettings
-from py_scheduler.adapters.sglang.engine import SglangSettings
-from py_scheduler.adapters.sglang.settings import FleetSettings
+from py_scheduler.adapters.llama_cpp.backend import LlamaCppSettings
+from py_scheduler.adapters.sglang.settings import FleetSettings, SglangSettings
 from py_scheduler.adapters.with_examples import WithExamplesSettings
 from py_scheduler.app import build_generation, build_pool, build_specs
 from py_scheduler.cli import main

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from py_scheduler.adapters.sglang.engine import SglangEngine
+from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.adapters.sglang.fleet import SglangFleet
 from py_scheduler.adapters.sglang.settings import FleetSettings
 from py_scheduler.app import build_generation
@@ -17,10 +17,10 @@ from py_scheduler.config import Config
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
 
 
-def built(keys: str) -> tuple[GenerationEngine | None, list[str]]:
+def built(keys: str) -> tuple[GenerationBackend | None, list[str]]:
     config = Config(generation={"student": {"kind": "sglang"} | tomllib.loads(keys)})
     faults: list[FieldViolation] = []
     engines = build_generation(config, Path(), faults)
@@ -42,10 +42,10 @@ fleet = { max_concurrency = 5, warm_up_seconds = 9.0 }
 
 def test_one_server_and_a_router_with_its_workers() -> None:
     engine, faults = built('base_url = "http://a:1"')
-    assert (type(engine), faults) == (SglangEngine, [])
+    assert (type(engine), faults) == (SglangBackend, [])
     engine, faults = built('base_url = "http://a:1"\ncontrol_urls = ["http://b:1", "http://c:1"]')
     assert faults == []
-    assert isinstance(engine, SglangEngine)
+    assert isinstance(engine, SglangBackend)
     assert [client.base_url for client in engine._controls] == ["http://b:1", "http://c:1"]
 
 

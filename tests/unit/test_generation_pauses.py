@@ -35,7 +35,7 @@ from tests.support.gateway_asking import (
 from tests.support.scripted_model import ScriptedModel
 
 if TYPE_CHECKING:
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
 
 
 # Weights
@@ -106,7 +106,7 @@ async def test_an_update_that_failed_is_loaded_again_whatever_version_the_engine
 
 async def test_roles_on_one_engine_are_paused_together_and_share_its_weights() -> None:
     model, other = ControlledModel(), ControlledModel()
-    engines: dict[str, GenerationEngine] = {STUDENT: model, TEACHER: Based(model), "judge": other}  # type: ignore[dict-item]
+    engines: dict[str, GenerationBackend] = {STUDENT: model, TEACHER: Based(model), "judge": other}  # type: ignore[dict-item]
     gateway = GenerationGateway(engines)
     await gateway.pause(TEACHER, PauseMode.RETRACT)
     held = asyncio.create_task(gateway.generate(STUDENT, request("s")))

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from py_scheduler.adapters.http_client import RetrySettings
-from py_scheduler.adapters.sglang.engine import SglangEngine
+from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.domain.generation import (
     FinishReason,
 )
 from py_scheduler.errors import EngineUnavailableError
 from tests.support.scripted_sglang import Script, ScriptedSglang, ids
-from tests.support.sglang_engines import QUICK, engine_on, request
+from tests.support.sglang_backends import QUICK, engine_on, request
 
 
 async def test_an_abort_keeps_what_was_generated() -> None:
@@ -102,7 +102,7 @@ async def test_cancelling_stops_the_work_at_the_server() -> None:
 
 async def test_closing_aborts_what_is_in_flight_and_leaves_no_task_behind() -> None:
     async with ScriptedSglang() as server:
-        engine = SglangEngine(server.base_url, settings=QUICK)
+        engine = SglangBackend(server.base_url, settings=QUICK)
         await engine.start()
         server.scripts.extend([Script(stall_after=2, deaf=True)] * 5)
         tasks = [asyncio.create_task(engine.generate(request(f"r{n}"))) for n in range(5)]

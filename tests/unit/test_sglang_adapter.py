@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from msgspec.structs import replace
 
-from py_scheduler.adapters.sglang.engine import SglangEngine
+from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.domain.generation import (
     ChatMessage,
     FinishReason,
@@ -23,7 +23,7 @@ from py_scheduler.domain.generation import (
 )
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError, EngineUnavailableError
 from tests.support.scripted_sglang import Script, ScriptedSglang, ids
-from tests.support.sglang_engines import QUICK, engine_on, request
+from tests.support.sglang_backends import QUICK, engine_on, request
 
 
 def partial_of(error: EngineUnavailableError) -> Generation:
@@ -57,10 +57,10 @@ async def test_model_info_comes_from_the_server_once() -> None:
 
 async def test_what_the_server_does_not_tell_can_be_set() -> None:
     async with ScriptedSglang(tells_vocabulary=False) as server:
-        engine = SglangEngine(server.base_url, settings=QUICK)
+        engine = SglangBackend(server.base_url, settings=QUICK)
         with pytest.raises(EngineUnavailableError, match="set vocab_size"):
             await engine.start()
-        engine = SglangEngine(server.base_url, settings=replace(QUICK, vocab_size=77))
+        engine = SglangBackend(server.base_url, settings=replace(QUICK, vocab_size=77))
         await engine.start()
         assert (await engine.model_info()).vocab_size == 77
         await engine.close()
@@ -68,7 +68,7 @@ async def test_what_the_server_does_not_tell_can_be_set() -> None:
 
 async def test_a_server_that_is_paused_when_it_is_met_is_started_with_and_holds_what_it_is_asked() -> None:
     async with ScriptedSglang(is_paused=True) as server:
-        engine = SglangEngine(server.base_url, settings=replace(QUICK, control_timeout_seconds=0.2))
+        engine = SglangBackend(server.base_url, settings=replace(QUICK, control_timeout_seconds=0.2))
         await engine.start()
         info = await engine.model_info()
         assert (info.name, info.vocab_size, info.context_length) == ("tiny", 0, 1000)
@@ -93,7 +93,7 @@ async def test_a_server_that_is_paused_when_it_is_met_is_started_with_and_holds_
 async def test_what_a_paused_server_holds_does_not_wait_for_ever() -> None:
     async with ScriptedSglang(is_paused=True) as server:
         settings = replace(QUICK, control_timeout_seconds=0.1, first_token_timeout_seconds=0.1)
-        engine = SglangEngine(server.base_url, settings=settings)
+        engine = SglangBackend(server.base_url, settings=settings)
         await engine.start()
         with pytest.raises(EngineUnavailableError, match="failed 3 times in a row, last: no answer in time"):
             await engine.generate(request())
@@ -115,13 +115,13 @@ async def test_what_is_no_sglang_server_is_refused(said: Any) -> None:
     app.router.add_get("/server_info", answer)
     async with TestServer(app) as server:
         with pytest.raises(EngineUnavailableError, match=r"does not tell its context|in no known way"):
-            await SglangEngine(str(server.make_url("")), settings=QUICK).start()
+            await SglangBackend(str(server.make_url("")), settings=QUICK).start()
 
 
 async def test_a_server_that_streams_increments_is_refused() -> None:
     async with ScriptedSglang(streams_increments=True) as server:
         with pytest.raises(EngineUnavailableError, match="incremental-streaming-output"):
-            await SglangEngine(server.base_url, settings=QUICK).start()
+            await SglangBackend(server.base_url, settings=QUICK).start()
 
 
 async def test_every_sampling_field_is_sent_and_the_unsaid_is_not() -> None:
@@ -154,7 +154,7 @@ async def test_every_sampling_field_is_sent_and_the_unsaid_is_not() -> None:
 @pytest.mark.parametrize("heeds_seeds", [False, True])
 async def test_a_seed_that_the_server_ignores_is_told_once(heeds_seeds: bool, caplog: pytest.LogCaptureFixture) -> None:
     async with ScriptedSglang(heeds_seeds=heeds_seeds) as server:
-        engine = SglangEngine(server.base_url, settings=QUICK)
+        engine = SglangBackend(server.base_url, settings=QUICK)
         await engine.start()
         await engine.generate(request("unsaid"))
         assert "ignores sampling_seed" not in caplog.text
@@ -292,7 +292,7 @@ async def test_retries_are_bounded() -> None:
 async def test_a_server_that_is_not_there() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        engine = SglangEngine(f"http://127.0.0.1:{unused.getsockname()[1]}", settings=QUICK)
+        engine = SglangBackend(f"http://127.0.0.1:{unused.getsockname()[1]}", settings=QUICK)
         with pytest.raises(EngineUnavailableError):
             await engine.start()
 

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from py_scheduler.adapters.http_client import RetrySettings
-from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
+from py_scheduler.adapters.sglang.backend import SglangBackend
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.domain.generation import FinishReason, GenerationRequest, PauseMode, SamplingParams, WeightUpdate
 from py_scheduler.domain.ports import GenerationControl
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
@@ -30,9 +31,9 @@ V1 = WeightUpdate(model_path="/weights/1", weight_version="v1")
 
 
 @asynccontextmanager
-async def controlled(settings: SglangSettings = SETTINGS) -> AsyncIterator[tuple[ControlledSglang, SglangEngine]]:
+async def controlled(settings: SglangSettings = SETTINGS) -> AsyncIterator[tuple[ControlledSglang, SglangBackend]]:
     async with ControlledSglang() as server:
-        engine = SglangEngine(server.base_url, settings=settings)
+        engine = SglangBackend(server.base_url, settings=settings)
         await engine.start()
         try:
             yield server, engine

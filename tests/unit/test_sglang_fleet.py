@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from aiohttp import web
 
-from py_scheduler.adapters.sglang.engine import SglangEngine
+from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.domain.generation import ChatMessage, FinishReason
 from py_scheduler.errors import (
     EngineRejectedError,
@@ -264,7 +264,7 @@ async def test_behind_a_router_the_workers_get_everything_but_generations() -> N
         ScriptedSglang(is_router=True) as router,
     ):
         urls = [worker.base_url, other.base_url]
-        engine = SglangEngine(router.base_url, control_urls=urls, settings=QUICK)
+        engine = SglangBackend(router.base_url, control_urls=urls, settings=QUICK)
         await engine.start()
         assert (await engine.model_info()).vocab_size == 512
         assert await engine.encode("ab") == [97, 98]
@@ -297,7 +297,7 @@ async def test_behind_a_router_the_workers_get_everything_but_generations() -> N
 async def test_what_a_router_lost_may_run_on_and_is_aborted_before_the_next_attempt(script: Script) -> None:
     async with servers(2) as workers, ScriptedSglang(is_router=True) as router:
         urls = [worker.base_url for worker in workers]
-        engine = SglangEngine(router.base_url, control_urls=urls, settings=QUICK)
+        engine = SglangBackend(router.base_url, control_urls=urls, settings=QUICK)
         await engine.start()
         gate = asyncio.Event()
         router.scripts.extend([script, Script(gate=gate)])
@@ -314,4 +314,4 @@ async def test_what_a_router_lost_may_run_on_and_is_aborted_before_the_next_atte
 async def test_a_router_alone_is_no_engine() -> None:
     async with ScriptedSglang(is_router=True) as router:
         with pytest.raises(EngineUnavailableError, match="404"):
-            await SglangEngine(router.base_url, settings=QUICK).start()
+            await SglangBackend(router.base_url, settings=QUICK).start()

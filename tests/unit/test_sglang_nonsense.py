@@ -10,12 +10,12 @@ import pytest
 from py_scheduler.domain.generation import FinishReason, PauseMode, WeightSpan, WeightUpdate
 from py_scheduler.errors import EngineUnavailableError, GenerationError
 from tests.support.scripted_sglang import Script
-from tests.support.sglang_engines import engine_on, request
+from tests.support.sglang_backends import engine_on, request
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from py_scheduler.adapters.sglang.engine import SglangEngine
+    from py_scheduler.adapters.sglang.backend import SglangBackend
 
 DEEP = b"[" * 100_000
 
@@ -91,7 +91,7 @@ async def test_spans_end_with_the_tokens_where_an_abort_left_one_out() -> None:
             assert generation.weight_spans == expected
 
 
-CALLS: dict[str, tuple[str, Callable[[SglangEngine], Awaitable[object]]]] = {
+CALLS: dict[str, tuple[str, Callable[[SglangBackend], Awaitable[object]]]] = {
     "encode": ("/v1/tokenize", lambda engine: engine.encode("x")),
     "loads": ("/v1/loads", lambda engine: engine.ask_requests()),
     "version": ("/model_info", lambda engine: engine.weight_version()),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.adapters.sglang.engine import SglangEngine
-from py_scheduler.adapters.with_examples import WithExamplesEngine, WorkedExample
+from py_scheduler.adapters.sglang.backend import SglangBackend
+from py_scheduler.adapters.with_examples import WithExamplesBackend, WorkedExample
 from py_scheduler.app import build_generation
 from py_scheduler.config import parse_config
 from py_scheduler.domain.generation import (
@@ -109,7 +109,7 @@ QUESTION = [ChatMessage("user", "2+2")]
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_base_sees_what_its_template_makes_of_the_examples_and_the_question(kind: str) -> None:
     base = Templated(kind)
-    teacher = WithExamplesEngine(base, examples=EXAMPLES)
+    teacher = WithExamplesBackend(base, examples=EXAMPLES)
     await teacher.start()
     generation = await teacher.generate(request(await teacher.encode_chat(QUESTION)))
     assert bytes(base.requests[0].token_ids).decode() == base.write([*LESSON, *QUESTION])
@@ -122,7 +122,7 @@ async def test_the_base_sees_what_its_template_makes_of_the_examples_and_the_que
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_conversation_of_several_turns_and_raw_tokens_in_it(kind: str) -> None:
     base = Templated(kind)
-    teacher = WithExamplesEngine(base, examples=EXAMPLES)
+    teacher = WithExamplesBackend(base, examples=EXAMPLES)
     so_far = [*await base.encode_chat(QUESTION), 52, 2, 9, 9, 9]
     await teacher.generate(request(so_far))
     taught = base.write([*LESSON, *QUESTION])
@@ -133,7 +133,7 @@ async def test_a_conversation_of_several_turns_and_raw_tokens_in_it(kind: str) -
 async def test_a_conversation_that_brings_its_own_system_message(kind: str) -> None:
     base = Templated(kind)
     conversation = [ChatMessage("system", "You are a calculator."), *QUESTION]
-    await WithExamplesEngine(base, examples=EXAMPLES).generate(request(await base.encode_chat(conversation)))
+    await WithExamplesBackend(base, examples=EXAMPLES).generate(request(await base.encode_chat(conversation)))
     assert bytes(base.requests[0].token_ids).decode() == base.write([*LESSON, *conversation])
 
 
@@ -143,7 +143,7 @@ async def test_an_instruction_takes_the_place_of_the_templates_own(
     kind: str, examples: tuple[WorkedExample, ...]
 ) -> None:
     base = Templated(kind)
-    teacher = WithExamplesEngine(base, examples=examples, instruction="Answer with a number.")
+    teacher = WithExamplesBackend(base, examples=examples, instruction="Answer with a number.")
     await teacher.generate(request(await base.encode_chat(QUESTION)))
     lesson = [ChatMessage("system", "Answer with a number."), *(LESSON if examples else [])]
     assert bytes(base.requests[0].token_ids).decode() == base.write([*lesson, *QUESTION])
@@ -154,13 +154,13 @@ async def test_whatever_the_question_is(question: str) -> None:
     for kind in KINDS:
         base = Templated(kind)
         conversation = [ChatMessage("user", question)]
-        await WithExamplesEngine(base, examples=EXAMPLES).generate(request(await base.encode_chat(conversation)))
+        await WithExamplesBackend(base, examples=EXAMPLES).generate(request(await base.encode_chat(conversation)))
         assert bytes(base.requests[0].token_ids).decode() == base.write([*LESSON, *conversation])
 
 
 @pytest.mark.parametrize("kind", ["bos", "merged"])
 async def test_a_context_that_is_no_conversation_is_refused(kind: str) -> None:
-    teacher = WithExamplesEngine(Templated(kind), examples=EXAMPLES)
+    teacher = WithExamplesBackend(Templated(kind), examples=EXAMPLES)
     with pytest.raises(EngineRejectedError, match="encode it with encode_chat"):
         await teacher.generate(request([1, 2, 3]))
 
@@ -168,26 +168,26 @@ async def test_a_context_that_is_no_conversation_is_refused(kind: str) -> None:
 async def test_the_examples_take_their_room_of_the_context() -> None:
     base = Templated("plain")
     added = len(base.write(LESSON)) - len("<|im_start|>assistant\n")
-    teacher = WithExamplesEngine(base, examples=EXAMPLES)
+    teacher = WithExamplesBackend(base, examples=EXAMPLES)
     info = await teacher.model_info()
     assert (info.context_length, info.name) == (10_000 - added, "templated with examples")
     assert (info.vocab_size, info.weight_version, info.log_prob_kind) == (256, "7", LogProbKind.MODEL)
     with pytest.raises(EngineUnavailableError, match=f"take {added} of {added} tokens"):
-        await WithExamplesEngine(Templated("plain", added), examples=EXAMPLES).start()
+        await WithExamplesBackend(Templated("plain", added), examples=EXAMPLES).start()
 
 
 async def test_an_abort_reaches_the_base() -> None:
     base = Templated("plain")
-    await WithExamplesEngine(base, examples=EXAMPLES).abort("r")
+    await WithExamplesBackend(base, examples=EXAMPLES).abort("r")
     assert base.aborted == ["r"]
 
 
 async def test_over_sglang_with_the_context_checked_examples_included() -> None:
     async with ScriptedSglang() as server:
-        base = SglangEngine(server.base_url)
+        base = SglangBackend(server.base_url)
         await base.start()
         try:
-            teacher = WithExamplesEngine(base, examples=EXAMPLES)
+            teacher = WithExamplesBackend(base, examples=EXAMPLES)
             await teacher.start()
             prompt = await teacher.encode_chat(QUESTION)
             generation = await teacher.generate(request(prompt))

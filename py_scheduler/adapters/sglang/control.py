@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from py_scheduler.adapters.in_flight import Flights
-    from py_scheduler.adapters.sglang.engine import SglangSettings
     from py_scheduler.adapters.sglang.model import ServedModel
+    from py_scheduler.adapters.sglang.settings import SglangSettings
     from py_scheduler.domain.generation import WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _SERVER_ERRORS = 500
 
 
 class SglangControl:
-    """The GenerationControl that is part of SglangEngine, which owns the attributes."""
+    """The GenerationControl that is part of SglangBackend, which owns the attributes."""
 
     _controls: Sequence[HttpClient]
     _settings: SglangSettings

@@ -25,7 +25,7 @@ from py_scheduler.errors import GenerationError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from py_scheduler.adapters.sglang.engine import SglangEngine
+    from py_scheduler.adapters.sglang.backend import SglangBackend
     from py_scheduler.adapters.sglang.settings import FleetSettings
     from py_scheduler.domain.generation import ModelInfo
     from py_scheduler.domain.ports import Clock, TimerHandle
@@ -49,7 +49,7 @@ class Endpoint:
 
     def __init__(
         self,
-        engine: SglangEngine,
+        engine: SglangBackend,
         settings: FleetSettings,
         clock: Clock,
         *,

@@ -1,4 +1,4 @@
-"""Generation by several SGLang servers of one model, behind one GenerationEngine.
+"""Generation by several SGLang servers of one model, behind one GenerationBackend.
 
 Invariants:
 
@@ -23,12 +23,12 @@ import msgspec
 from py_scheduler.adapters.in_flight import Flights
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.request_checks import check_request
+from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.adapters.sglang.choice import EndpointChoice
 from py_scheduler.adapters.sglang.endpoint import Endpoint, EndpointState
-from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
 from py_scheduler.adapters.sglang.events import NOTHING
 from py_scheduler.adapters.sglang.fleet_control import FleetControl
-from py_scheduler.adapters.sglang.settings import FleetSettings
+from py_scheduler.adapters.sglang.settings import FleetSettings, SglangSettings
 from py_scheduler.domain.generation import FinishReason, Generation
 from py_scheduler.errors import EngineUnavailableError, InvalidArgumentError
 
@@ -59,7 +59,7 @@ class _Waiter:
 
 
 class SglangFleet(FleetControl):
-    """A GenerationEngine on the SGLang servers at `base_urls`.
+    """A GenerationBackend on the SGLang servers at `base_urls`.
 
     Raises InvalidArgumentError when there are none, or one of them twice.
     """
@@ -82,7 +82,7 @@ class SglangFleet(FleetControl):
         self._fleet = fleet or FleetSettings()
         self._endpoints = [
             Endpoint(
-                SglangEngine(base_url, settings=self._settings),
+                SglangBackend(base_url, settings=self._settings),
                 self._fleet,
                 clock or LoopClock(),
                 catch_up=self._catch_up,
@@ -145,7 +145,7 @@ class SglangFleet(FleetControl):
         return await self._ask_any(lambda engine: engine.encode_chat(messages))
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """See GenerationEngine. EngineUnavailableError carries tokens that were received as `partial`."""
+        """See GenerationBackend. EngineUnavailableError carries tokens that were received as `partial`."""
         wanted = request.sampling.max_new_tokens
         default = self._settings.default_max_new_tokens
         check_request(request, await self.model_info(), default if wanted is None else wanted)
@@ -231,7 +231,7 @@ class SglangFleet(FleetControl):
             waiter.endpoint = endpoint
             waiter.served.set()
 
-    async def _ask_any(self, question: Callable[[SglangEngine], Awaitable[AnswerT]]) -> AnswerT:
+    async def _ask_any(self, question: Callable[[SglangBackend], Awaitable[AnswerT]]) -> AnswerT:
         """Of the endpoints that are up, the first that answers, from the least loaded on."""
         try:
             async with asyncio.timeout(self._fleet.no_endpoint_seconds):

@@ -17,8 +17,8 @@ from py_scheduler.errors import EngineRejectedError, EngineUnavailableError, Gen
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from py_scheduler.adapters.sglang.backend import SglangBackend
     from py_scheduler.adapters.sglang.endpoint import Endpoint
-    from py_scheduler.adapters.sglang.engine import SglangEngine
     from py_scheduler.domain.generation import ModelInfo, PauseMode, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class FleetControl:
     def _misses_update(self, info: ModelInfo) -> bool:
         return self._update is not None and info.weight_version != self._update.weight_version
 
-    async def _tell(self, order: Callable[[SglangEngine], Awaitable[None]]) -> set[Endpoint]:
+    async def _tell(self, order: Callable[[SglangBackend], Awaitable[None]]) -> set[Endpoint]:
         """Those that obeyed. Raises EngineUnavailableError when none did, EngineRejectedError when one refused."""
         endpoints = self._up()
         answers = await asyncio.gather(*(order(each.engine) for each in endpoints), return_exceptions=True)

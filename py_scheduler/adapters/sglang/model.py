@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from py_scheduler.adapters.http_client import HttpClient
-    from py_scheduler.adapters.sglang.engine import SglangSettings
+    from py_scheduler.adapters.sglang.settings import SglangSettings
 
 logger = logging.getLogger(__name__)
 

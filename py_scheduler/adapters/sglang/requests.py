@@ -11,7 +11,7 @@ from py_scheduler.adapters.sglang.events import SERVER_ERRORS
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError
 
 if TYPE_CHECKING:
-    from py_scheduler.adapters.sglang.engine import SglangSettings
+    from py_scheduler.adapters.sglang.settings import SglangSettings
     from py_scheduler.domain.generation import GenerationRequest
 
 BAD_REQUEST, TOO_MANY_REQUESTS = 400, 429

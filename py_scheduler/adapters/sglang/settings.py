@@ -1,8 +1,35 @@
-"""How a fleet of SGLang servers is driven."""
+"""How one SGLang server is spoken to, and how a fleet of them is driven."""
 
 from __future__ import annotations
 
 import msgspec
+
+from py_scheduler.adapters.http_client import RetrySettings
+
+
+class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a server is spoken to. Times in seconds; `None` means "ask the server" or "leave to the server"."""
+
+    default_max_new_tokens: int = 256
+    """For a request that says none; the server's own default is 128."""
+    stream_interval: int | None = 16
+    """Tokens between two events: lost at most when a connection breaks, sent anyway when a request is aborted."""
+    first_token_timeout_seconds: float = 600.0
+    """Queueing and pauses of the server included: it holds new requests while it is paused."""
+    idle_read_timeout_seconds: float = 120.0
+    """Silence after the first event."""
+    connect_timeout_seconds: float = 5.0
+    control_timeout_seconds: float = 10.0
+    pause_timeout_seconds: float = 60.0
+    """A pause that aborts waits for the last request to end."""
+    weight_update_timeout_seconds: float = 600.0
+    abort_grace_seconds: float = 2.0
+    """How long an aborted request may take to end by itself, with all its tokens, before its connection is closed."""
+    keepalive_seconds: float = 3.0
+    """The server closes idle connections after 5."""
+    retry: RetrySettings = RetrySettings()
+    vocab_size: int | None = None
+    context_length: int | None = None
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.config import GatewaySettings
     from py_scheduler.domain.evaluator import Episode
-    from py_scheduler.domain.ports import Clock, GenerationEngine
+    from py_scheduler.domain.ports import Clock, GenerationBackend
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -44,7 +44,7 @@ UNREADABLE_BODY = "invalid_body"
 class GenerationHttp:
     """Use as `async with`; `bind` may be called before, so that an address in use is known early."""
 
-    def __init__(self, settings: GatewaySettings, engines: Mapping[str, GenerationEngine], clock: Clock) -> None:
+    def __init__(self, settings: GatewaySettings, engines: Mapping[str, GenerationBackend], clock: Clock) -> None:
         self._settings = settings
         self._engines = engines
         self._clock = clock

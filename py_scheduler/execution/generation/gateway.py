@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from py_scheduler.domain.generation import FinishReason, Generation, GenerationState, PauseMode, WeightUpdate
-from py_scheduler.domain.ports import DerivedEngine, GenerationControl, ProbedEngine
+from py_scheduler.domain.ports import DerivedBackend, GenerationControl, ProbedBackend
 from py_scheduler.errors import (
     EngineRejectedError,
     EngineUnavailableError,
@@ -29,14 +29,14 @@ from py_scheduler.errors import (
 )
 from py_scheduler.execution.generation.partial import NOTHING, joined, rest_of
 from py_scheduler.execution.generation.queue import Call, Role
-from py_scheduler.execution.generation.weights import EngineWeights, ForgetfulWeightLog
+from py_scheduler.execution.generation.weights import BackendWeights, ForgetfulWeightLog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
     from py_scheduler.domain.episodes.weight_history import WeightHistory
     from py_scheduler.domain.generation import GenerationRequest
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
     from py_scheduler.execution.generation.queue import StoppableClock
     from py_scheduler.execution.generation.weights import WeightLog
 
@@ -54,14 +54,14 @@ class GenerationGateway:
 
     def __init__(
         self,
-        engines: Mapping[str, GenerationEngine],
+        engines: Mapping[str, GenerationBackend],
         limits: Mapping[str, int] | None = None,
         log: WeightLog | None = None,
     ) -> None:
         log = log or ForgetfulWeightLog()
         bases = {name: _base_of(engine) for name, engine in engines.items()}
         weights = {
-            id(base): EngineWeights(base, tuple([name for name in bases if bases[name] is base]), log)
+            id(base): BackendWeights(base, tuple([name for name in bases if bases[name] is base]), log)
             for base in bases.values()
         }
         self._roles = {
@@ -79,9 +79,9 @@ class GenerationGateway:
     def any_is_up(self) -> bool:
         """Whether there is an engine that is not known to be gone."""
         engines = {id(role.weights): role.weights.engine for role in self._roles.values()}.values()
-        return any(not isinstance(engine, ProbedEngine) or engine.is_up for engine in engines)
+        return any(not isinstance(engine, ProbedBackend) or engine.is_up for engine in engines)
 
-    def engine(self, role: str) -> GenerationEngine:
+    def engine(self, role: str) -> GenerationBackend:
         """For what needs no turn: encoding, and what the model is. Raises FailedPreconditionError."""
         found = self._roles.get(role)
         if found is None:
@@ -232,7 +232,7 @@ class GenerationGateway:
             held=len(role.waiting),
         )
 
-    def _hold(self, weights: EngineWeights, mode: PauseMode) -> None:
+    def _hold(self, weights: BackendWeights, mode: PauseMode) -> None:
         weights.pause_mode = mode
         for role in self._roles.values():
             if role.weights is weights:
@@ -243,7 +243,7 @@ class GenerationGateway:
                 if call.clock is not None:
                     call.clock.stop_clock()
 
-    def _release(self, weights: EngineWeights) -> None:
+    def _release(self, weights: BackendWeights) -> None:
         weights.pause_mode = None
         for call in self._calls.values():
             if call.role.weights is weights and call.clock is not None:
@@ -251,7 +251,7 @@ class GenerationGateway:
         for role in self._roles.values():
             role.begin_held()
 
-    def _controlled(self, name: str) -> tuple[EngineWeights, GenerationControl]:
+    def _controlled(self, name: str) -> tuple[BackendWeights, GenerationControl]:
         weights = self._known_role(name).weights
         if not isinstance(weights.engine, GenerationControl):
             raise FailedPreconditionError(
@@ -270,7 +270,7 @@ class GenerationGateway:
         return ", ".join(self._roles) or "none"
 
 
-async def _look_at(weights: EngineWeights) -> None:
+async def _look_at(weights: BackendWeights) -> None:
     """Asks the engine which weights it has, if it can say. One that does not answer in time has told nothing."""
     if not isinstance(weights.engine, GenerationControl):
         return
@@ -281,14 +281,14 @@ async def _look_at(weights: EngineWeights) -> None:
         logger.warning("an engine does not say which weights it has: %r", error)
 
 
-def _base_of(engine: GenerationEngine) -> GenerationEngine:
+def _base_of(engine: GenerationBackend) -> GenerationBackend:
     """The engine that has the weights."""
-    while isinstance(engine, DerivedEngine):
+    while isinstance(engine, DerivedBackend):
         engine = engine.base
     return engine
 
 
-async def _budget(engine: GenerationEngine, request: GenerationRequest) -> int | None:
+async def _budget(engine: GenerationBackend, request: GenerationRequest) -> int | None:
     """How many new tokens a request gets in all; None when nobody knows."""
     if request.sampling.max_new_tokens is not None:
         return request.sampling.max_new_tokens

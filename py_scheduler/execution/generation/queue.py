@@ -11,8 +11,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from py_scheduler.domain.ports import GenerationEngine
-    from py_scheduler.execution.generation.weights import EngineWeights
+    from py_scheduler.domain.ports import GenerationBackend
+    from py_scheduler.execution.generation.weights import BackendWeights
 
 
 class StoppableClock(Protocol):
@@ -48,7 +48,7 @@ class Role:
 
     __slots__ = ("awoken", "engine", "limit", "name", "running", "waiting", "weights")
 
-    def __init__(self, name: str, engine: GenerationEngine, weights: EngineWeights, limit: int | None) -> None:
+    def __init__(self, name: str, engine: GenerationBackend, weights: BackendWeights, limit: int | None) -> None:
         self.name = name
         self.engine = engine
         self.weights = weights

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from py_scheduler.domain.generation import PauseMode, WeightSpan, WeightUpdate
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
 
 
 class WeightLog(Protocol):
@@ -46,14 +46,14 @@ class ForgetfulWeightLog:
     async def committed(self) -> None: ...
 
 
-class EngineWeights:
+class BackendWeights:
     """confirmed: the last update that the engine is known to have loaded; None when the last try did not end well.
 
     changing: held by whoever pauses, resumes or updates. was_heard: whether it has itself said, since the start,
     which weights it has: what is known of before a restart may be over.
     """
 
-    def __init__(self, engine: GenerationEngine, roles: tuple[str, ...], log: WeightLog) -> None:
+    def __init__(self, engine: GenerationBackend, roles: tuple[str, ...], log: WeightLog) -> None:
         self.engine = engine
         self.pause_mode: PauseMode | None = None
         self.confirmed: WeightUpdate | None = None

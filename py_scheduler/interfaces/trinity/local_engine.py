@@ -70,7 +70,7 @@ class LocalEngine:
         self.engine = Engine(
             specs=specs,
             pool=self.runners.placement,
-            generation_engines={},
+            generation_backends={},
             journal=MemoryJournal(retained_events=_RETAINED_EVENTS, retained_bytes=_RETAINED_BYTES),
             clock=LoopClock(),
             settings=_settings(config, stop_grace_seconds),

@@ -1,4 +1,4 @@
-"""Generation engines from the `[generation.ROLE]` tables, and which of them rest on which."""
+"""Generation backends from the `[generation.ROLE]` tables, and which of them rest on which."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from py_scheduler.config import Config, collecting, convert_table
 from py_scheduler.errors import ConfigError, FieldViolation
 
 if TYPE_CHECKING:
-    from py_scheduler.domain.ports import GenerationEngine
+    from py_scheduler.domain.ports import GenerationBackend
 
 _WITH_EXAMPLES = "with_examples"
 
 
-def build_generation(config: Config, base_dir: Path, faults: list[FieldViolation]) -> dict[str, GenerationEngine]:
-    """One engine for each role, bases before what is made of them; `faults` gets what is wrong with the others."""
-    engines: dict[str, GenerationEngine] = {}
+def build_generation(config: Config, base_dir: Path, faults: list[FieldViolation]) -> dict[str, GenerationBackend]:
+    """One backend for each role, bases before what is made of them; `faults` gets what is wrong with the others."""
+    backends: dict[str, GenerationBackend] = {}
     for role in _bases_first(config.generation, faults):
         base = base_role(config.generation[role])
-        if base is None or base in engines:
+        if base is None or base in backends:
             with collecting(faults):
-                engines[role] = _build_engine(config.generation[role], f"generation.{role}", base_dir, engines)
-    return engines
+                backends[role] = _build_backend(config.generation[role], f"generation.{role}", base_dir, backends)
+    return backends
 
 
 def base_role(table: dict[str, Any]) -> str | None:
-    """The role whose engine this one asks, if it asks one."""
+    """The role whose backend this one asks, if it asks one."""
     base = table.get("base")
     return base if table.get("kind") == _WITH_EXAMPLES and isinstance(base, str) else None
 
@@ -54,27 +54,28 @@ def _bases_first(tables: dict[str, dict[str, Any]], faults: list[FieldViolation]
     return list(order)
 
 
-def _build_engine(
-    table: dict[str, Any], key: str, base_dir: Path, engines: dict[str, GenerationEngine]
-) -> GenerationEngine:
+def _build_backend(
+    table: dict[str, Any], key: str, base_dir: Path, backends: dict[str, GenerationBackend]
+) -> GenerationBackend:
     """The adapter is imported only when it is asked for: each has optional dependencies of its own."""
     rest = dict(table)
     kind = rest.pop("kind", None)
     if kind == "sglang":
         return _build_sglang(rest, key)
     if kind == "embedded":
-        from py_scheduler.adapters.llama_cpp.engine import LlamaCppEngine, LlamaCppSettings  # noqa: PLC0415
+        from py_scheduler.adapters.llama_cpp.backend import LlamaCppBackend, LlamaCppSettings  # noqa: PLC0415
 
         gguf_path = _gguf_path(rest.pop("gguf_path", ""), f"{key}.gguf_path", base_dir)
-        return LlamaCppEngine(gguf_path, settings=convert_table(rest, LlamaCppSettings, key))
+        return LlamaCppBackend(gguf_path, settings=convert_table(rest, LlamaCppSettings, key))
     if kind == _WITH_EXAMPLES:
-        return _build_with_examples(rest, key, base_dir, engines)
+        return _build_with_examples(rest, key, base_dir, backends)
     raise ConfigError(f'is {kind!r}, must be "embedded", "sglang" or "{_WITH_EXAMPLES}"', f"{key}.kind")
 
 
-def _build_sglang(table: dict[str, Any], key: str) -> GenerationEngine:
+def _build_sglang(table: dict[str, Any], key: str) -> GenerationBackend:
     """One server, a router with its workers, or several servers, as `base_url` and `base_urls` say."""
-    from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings  # noqa: PLC0415 - like the other adapters
+    from py_scheduler.adapters.sglang.backend import SglangBackend  # noqa: PLC0415 - like the other adapters
+    from py_scheduler.adapters.sglang.settings import SglangSettings  # noqa: PLC0415
 
     faults: list[FieldViolation] = []
     addresses = {name: table.pop(name) for name in ("base_url", "base_urls", "control_urls") if name in table}
@@ -103,7 +104,7 @@ def _build_sglang(table: dict[str, Any], key: str) -> GenerationEngine:
             raise ConfigError(faults)
         return SglangFleet(addresses["base_urls"], settings=settings, fleet=fleet)
     settings = convert_table(table, SglangSettings, key)
-    return SglangEngine(addresses["base_url"], control_urls=addresses.get("control_urls", ()), settings=settings)
+    return SglangBackend(addresses["base_url"], control_urls=addresses.get("control_urls", ()), settings=settings)
 
 
 def _address_faults(urls: object, key: str) -> list[FieldViolation]:
@@ -129,10 +130,10 @@ def _is_address(value: object) -> bool:
 
 
 def _build_with_examples(
-    table: dict[str, Any], key: str, base_dir: Path, engines: dict[str, GenerationEngine]
-) -> GenerationEngine:
+    table: dict[str, Any], key: str, base_dir: Path, backends: dict[str, GenerationBackend]
+) -> GenerationBackend:
     from py_scheduler.adapters.with_examples import (  # noqa: PLC0415 - like the other adapters
-        WithExamplesEngine,
+        WithExamplesBackend,
         WithExamplesSettings,
         load_examples,
     )
@@ -145,7 +146,7 @@ def _build_with_examples(
         raise ConfigError(
             "there are none, and no instruction: the base would answer as it does without", f"{key}.examples"
         )
-    return WithExamplesEngine(engines[settings.base], examples=examples, instruction=settings.instruction)
+    return WithExamplesBackend(backends[settings.base], examples=examples, instruction=settings.instruction)
 
 
 def _gguf_path(value: object, key: str, base_dir: Path) -> Path:

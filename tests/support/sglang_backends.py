@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from py_scheduler.adapters.http_client import RetrySettings
-from py_scheduler.adapters.sglang.engine import SglangEngine, SglangSettings
+from py_scheduler.adapters.sglang.backend import SglangBackend
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.domain.generation import GenerationRequest, SamplingParams
 from tests.support.scripted_sglang import ScriptedSglang
 
@@ -21,9 +22,9 @@ QUICK = SglangSettings(
 
 
 @asynccontextmanager
-async def engine_on(**settings: Any) -> AsyncIterator[tuple[SglangEngine, ScriptedSglang]]:
+async def engine_on(**settings: Any) -> AsyncIterator[tuple[SglangBackend, ScriptedSglang]]:
     async with ScriptedSglang() as server:
-        engine = SglangEngine(server.base_url, settings=replace(QUICK, **settings))
+        engine = SglangBackend(server.base_url, settings=replace(QUICK, **settings))
         await engine.start()
         try:
             yield engine, server

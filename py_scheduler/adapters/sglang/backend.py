@@ -22,13 +22,11 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import msgspec
 
 from py_scheduler.adapters.http_client import (
     HTTP_OK,
     LOST_CONNECTION,
     HttpClient,
-    RetrySettings,
     body_of,
     error_message,
     read_as,
@@ -47,6 +45,7 @@ from py_scheduler.adapters.sglang.events import (
 )
 from py_scheduler.adapters.sglang.model import ServedModel
 from py_scheduler.adapters.sglang.requests import BAD_REQUEST, AttemptFailedError, generate_body, refusal
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.domain.generation import (
     FinishReason,
     Generation,
@@ -65,33 +64,8 @@ DONE = b"[DONE]"
 ABORT_REPEAT_SECONDS = 0.25
 
 
-class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a server is spoken to. Times in seconds; `None` means "ask the server" or "leave to the server"."""
-
-    default_max_new_tokens: int = 256
-    """For a request that says none; the server's own default is 128."""
-    stream_interval: int | None = 16
-    """Tokens between two events: lost at most when a connection breaks, sent anyway when a request is aborted."""
-    first_token_timeout_seconds: float = 600.0
-    """Queueing and pauses of the server included: it holds new requests while it is paused."""
-    idle_read_timeout_seconds: float = 120.0
-    """Silence after the first event."""
-    connect_timeout_seconds: float = 5.0
-    control_timeout_seconds: float = 10.0
-    pause_timeout_seconds: float = 60.0
-    """A pause that aborts waits for the last request to end."""
-    weight_update_timeout_seconds: float = 600.0
-    abort_grace_seconds: float = 2.0
-    """How long an aborted request may take to end by itself, with all its tokens, before its connection is closed."""
-    keepalive_seconds: float = 3.0
-    """The server closes idle connections after 5."""
-    retry: RetrySettings = RetrySettings()
-    vocab_size: int | None = None
-    context_length: int | None = None
-
-
-class SglangEngine(SglangControl):
-    """A GenerationEngine, with GenerationControl, on the SGLang server at `base_url`.
+class SglangBackend(SglangControl):
+    """A GenerationBackend, with GenerationControl, on the SGLang server at `base_url`.
 
     With `control_urls` that is a router, which forwards generations and knows no other call: everything else goes to
     the workers behind it, an abort to each, since only the router knows which has the rid.
@@ -155,7 +129,7 @@ class SglangEngine(SglangControl):
         return await self._tokenize({"messages": [{"role": m.role, "content": m.content} for m in messages]})
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """See GenerationEngine. EngineUnavailableError carries tokens that were received as `partial`."""
+        """See GenerationBackend. EngineUnavailableError carries tokens that were received as `partial`."""
         body = generate_body(request, self._settings)
         retry = self._settings.retry
         with self._flights.enter(request.rid) as flight:

@@ -80,8 +80,8 @@ class LlamaCppSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     control_timeout_seconds: float = 60.0
 
 
-class LlamaCppEngine:
-    """A GenerationEngine on the GGUF file at `gguf_path`."""
+class LlamaCppBackend:
+    """A GenerationBackend on the GGUF file at `gguf_path`."""
 
     def __init__(self, gguf_path: str | Path, *, settings: LlamaCppSettings | None = None) -> None:
         self._gguf_path = Path(gguf_path)
@@ -172,7 +172,7 @@ class LlamaCppEngine:
         return await self.encode((await self._call("/apply-template", body))["prompt"])
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """See GenerationEngine; `min_new_tokens` is refused. A request beyond the slots waits for one, unbounded."""
+        """See GenerationBackend; `min_new_tokens` is refused. A request beyond the slots waits for one, unbounded."""
         info = await self.model_info()
         body = completion_body(request.sampling, self._settings.default_max_new_tokens, info.context_length)
         check_request(request, info, body["n_predict"])
