@@ -111,13 +111,13 @@ def test_every_name_of_the_source_is_looked_up_here() -> None:
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 EVALUATOR = '[[evaluator]]\nevaluator_id = "x"\nhandler = "m:C"\nresource = {}\n'
 
 
 def page_id(page: Path) -> str:
-    return page.name
+    return page.relative_to(ROOT).as_posix()
 
 
 def blocks_of(page: Path, language: str) -> list[str]:
