@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.resources import NodeResource
     from py_scheduler.domain.training.data import DataSource
     from py_scheduler.rollout.sources.python import Factory
-    from py_scheduler.rollout.sources.sources import SourceSettings
+    from py_scheduler.rollout.sources.settings import SourceSettings
     from py_scheduler.scheduler.settings import EngineSettings
 
 _log = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from py_scheduler.client._blocking import BlockingServiceClient, blocking
 from py_scheduler.client._generation import GenerationClient
-from py_scheduler.domain.evaluator import STUDENT
-from py_scheduler.domain.generation import PauseMode
+from py_scheduler.domain.generation import STUDENT, PauseMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

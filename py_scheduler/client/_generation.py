@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2_grpc
 from py_scheduler.client._base import CALL_SECONDS, ServiceClient
-from py_scheduler.domain.evaluator import STUDENT
-from py_scheduler.domain.generation import PauseMode, WeightUpdate
+from py_scheduler.domain.generation import STUDENT, PauseMode, WeightUpdate
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from py_scheduler.wire import generation as wire
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.commands.views.report_data import Report
     from py_scheduler.domain.training.steps import FilterReport
-    from py_scheduler.rollout.iteration_summary import DatasetSummary, IterationSummary, NodeUse
+    from py_scheduler.rollout.files.iteration_summary import DatasetSummary, IterationSummary, NodeUse
 
 _NONE = "-"
 _MAX_NODES = 20

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from py_scheduler.config.tables import UNIX_PREFIX
-from py_scheduler.domain.evaluator import STUDENT
+from py_scheduler.domain.generation import STUDENT
 from py_scheduler.domain.limits import check_sampling, check_stopping, name_fault
 from py_scheduler.domain.resources import check_extras
 from py_scheduler.domain.runners.runner import check_runner_settings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from py_scheduler.config.tables import Config, EvaluatorSettings, GatewaySettings, ServerSettings, TlsSettings
     from py_scheduler.domain.runners.runner import RaySettings
     from py_scheduler.rollout.settings import RolloutSettings
-    from py_scheduler.rollout.sources.sources import SourceSettings
+    from py_scheduler.rollout.sources.settings import SourceSettings
 
 _MAX_PORT = 65_535
 _HANDLER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")

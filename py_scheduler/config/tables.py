@@ -13,7 +13,7 @@ from py_scheduler.domain.quotas import NamespaceSettings
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.runners.runner import RaySettings, RunnerKind, RunnerSettings
 from py_scheduler.rollout.settings import RolloutSettings
-from py_scheduler.rollout.sources.sources import SourceSettings
+from py_scheduler.rollout.sources.settings import SourceSettings
 from py_scheduler.scheduler.settings import EngineSettings
 
 DEFAULT_LISTEN = "127.0.0.1:50051"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from py_scheduler.domain.generation import (
+    STUDENT,
     ChatMessage,
     Generation,
     OnWeightUpdate,
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.task import Sample, Task
     from py_scheduler.domain.training.iteration import IterationContext
-
-STUDENT = "student"
-TEACHER = "teacher"
 
 
 class Episode(Protocol):

@@ -14,10 +14,10 @@ from typing import final
 import msgspec
 
 from py_scheduler.domain.collecting import UnfinishedTask
-from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.domain.task import BatchId, Task
 from py_scheduler.domain.training.iteration import IterationContext
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY
 
 
 class AcceptedTask(msgspec.Struct, frozen=True, array_like=True, gc=False):

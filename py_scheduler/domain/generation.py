@@ -9,6 +9,11 @@ from enum import StrEnum
 
 import msgspec
 
+STUDENT = "student"
+"""The role whose weights are trained."""
+TEACHER = "teacher"
+"""The role that DAgger mixes in."""
+
 
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
         PauseMode,
         WeightUpdate,
     )
-    from py_scheduler.domain.snapshots import Snapshot
 
 
 class TimerHandle(Protocol):
@@ -118,6 +119,25 @@ class ProbedBackend(Protocol):
 
     @property
     def is_up(self) -> bool: ...
+
+
+SERVICE = ""
+"""The name of the snapshot of what is of no submission."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, gc=False):
+    """A piece of the state, so that a restart need not read how it came about.
+
+    State after the event `sequence`; later events are applied on top. What `content` says is the scheduler's alone.
+
+    name: a submission's id; a task's, for the result that is kept of it; or SERVICE. is_final: whether it will never be
+    written again, only dropped.
+    """
+
+    name: str
+    sequence: int
+    content: bytes
+    is_final: bool = False
 
 
 class Journal(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY, Trajectory
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory
 from py_scheduler.domain.values.frozen_dict import FrozenDict
 
 NO_METRICS: FrozenDict[str, float] = FrozenDict()

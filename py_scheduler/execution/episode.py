@@ -12,9 +12,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.episodes.cascade import dataset_config, resolve_sampling, resolve_stopping
-from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY, Trajectory, TrajectoryBuilder
-from py_scheduler.domain.evaluator import STUDENT, TEACHER
 from py_scheduler.domain.generation import (
+    STUDENT,
+    TEACHER,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -23,6 +23,7 @@ from py_scheduler.domain.generation import (
     StoppingCriteria,
 )
 from py_scheduler.domain.runners.runner import shown_with
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, TrajectoryBuilder
 from py_scheduler.errors import (
     FailedPreconditionError,
     GenerationAbortedError,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import chain
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -30,15 +30,20 @@ from py_scheduler.domain.evaluator import BaseAgent, Episode
 from py_scheduler.domain.generation import ChatMessage, FinishReason, SamplingParams
 from py_scheduler.domain.results import AgentResult, Reward
 from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler.domain.training.problems import (
+    MAX_SEED,
+    METADATA_KEY,
+    PROBLEMS_PER_SEED,
+    Problem,
+    numbered_problem,
+    read_problem,
+)
 from py_scheduler.errors import ConfigError, InvalidArgumentError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-METADATA_KEY = "reasoning_gym"
 DEFAULT_TASK_TYPE = "reasoning_gym"
-PROBLEMS_PER_SEED = 1_000
-MAX_SEED = 2**32 - 1
 MAX_EXAMPLES = 64
 # Far from every seed that people choose, so that examples are not the problems of a training run.
 EXAMPLE_SEED = MAX_SEED - 1_000_003
@@ -71,35 +76,6 @@ _ENDLESS_NUMBER = re.compile(r"\d[eE][+-]?\d{4}")
 # What scorers raise over an answer that has not the form they expect: such an answer is wrong, not a fault of ours.
 _TRIPPED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
-
-class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names one problem; it is `task.metadata["reasoning_gym"]`.
-
-    In most data sets problem `index` of a seed is problem 0 of seed + index.
-    """
-
-    dataset: Annotated[str, msgspec.Meta(max_length=64)]
-    config: dict[str, Any] = {}
-    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] = 0
-    index: Annotated[int, msgspec.Meta(ge=0, lt=PROBLEMS_PER_SEED)] = 0
-
-
-def read_problem(task: Task) -> Problem:
-    """Raises InvalidArgumentError when the task names no problem."""
-    field = f"metadata.{METADATA_KEY}"
-    if METADATA_KEY not in task.metadata:
-        raise InvalidArgumentError("is missing: make tasks with reasoning_gym_tasks", field)
-    try:
-        return msgspec.convert(task.metadata[METADATA_KEY], Problem)
-    except msgspec.ValidationError as error:
-        raise InvalidArgumentError(str(error), field) from error
-
-
-def numbered_problem(dataset: str, config: dict[str, Any], seed: int, number: int) -> Problem:
-    """Problem `number` (from 0, without an end) of a data set from `seed` on."""
-    chunk, index = divmod(number, PROBLEMS_PER_SEED)
-    return Problem(dataset=dataset, config=config, seed=seed + chunk * PROBLEMS_PER_SEED, index=index)
 
 
 def reasoning_gym_tasks(

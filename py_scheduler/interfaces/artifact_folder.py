@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from py_scheduler.errors import FailedPreconditionError, ResourceExhaustedError
+from py_scheduler.rollout.files.iteration_summary import DETAILS_FOLDER
 from py_scheduler.rollout.files.paths import drop_unfinished
-from py_scheduler.rollout.iteration_summary import DETAILS_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

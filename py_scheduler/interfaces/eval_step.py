@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.task import Task
     from py_scheduler.domain.training.data import DataSource
     from py_scheduler.domain.training.iteration import IterationContext
+    from py_scheduler.interfaces.step_moves import StepMoves
     from py_scheduler.interfaces.task_run import Trace
-    from py_scheduler.interfaces.task_scheduler import TaskScheduler
 
 DATASET_NAME = "_eval_dataset_name"
 PROMPT_NO = "_eval_prompt_no"
@@ -71,18 +71,18 @@ def eval_copies(source: DataSource, copies: int) -> Iterator[Task]:
 class EvalStep:
     """One execution of an eval. samples: copies of each prompt, in place of the settings'."""
 
-    def __init__(self, scheduler: TaskScheduler, rollout_id: int, samples: int | None, trace: Trace) -> None:
-        self._scheduler = scheduler
-        self._settings = scheduler.settings
+    def __init__(self, moves: StepMoves, rollout_id: int, samples: int | None, trace: Trace) -> None:
+        self._moves = moves
+        self._settings = moves.settings
         self._rollout_id = rollout_id
         self._copies = samples or self._settings.n_samples_per_eval_prompt
         self._trace = trace
         self._open: dict[tuple[str, int], list[Group]] = {}
-        self._prompts: dict[str, dict[int, Group]] = {source.name: {} for source in scheduler.eval_sources}
-        self._folder = scheduler.folder
+        self._prompts: dict[str, dict[int, Group]] = {source.name: {} for source in moves.eval_sources}
+        self._folder = moves.folder
         with self._folder.telling():
             self._details = DetailsWriter(
-                scheduler.artifact_root,
+                moves.artifact_root,
                 "eval",
                 rollout_id,
                 samples=self._settings.save_eval_details,
@@ -91,9 +91,9 @@ class EvalStep:
 
     async def execute(self, request_prefix: str) -> EvalResult:
         """See TaskScheduler.execute_eval."""
-        scheduler = self._scheduler
+        moves = self._moves
         with self._published() as context:
-            run = scheduler.run_each(
+            run = moves.run_each(
                 await self._tasks(),
                 batch_id=f"{self._rollout_id}/eval",
                 request_prefix=request_prefix,
@@ -112,7 +112,7 @@ class EvalStep:
             metrics=summary.metrics,
             summary=summary,
             submission_id=self._trace.submission_id,
-            files=relative_files(self._details.paths, scheduler.artifact_root),
+            files=relative_files(self._details.paths, moves.artifact_root),
         )
 
     def _published(self) -> AbstractContextManager[IterationContext]:
@@ -123,9 +123,9 @@ class EvalStep:
 
     async def _tasks(self) -> list[Task]:
         """All of them, few at a time: a source reads files."""
-        datasets = [eval_copies(source, self._copies) for source in self._scheduler.eval_sources]
+        datasets = [eval_copies(source, self._copies) for source in self._moves.eval_sources]
         tasks: list[Task] = []
-        for task in self._scheduler.distribute(datasets):
+        for task in self._moves.distribute(datasets):
             tasks.append(task)
             if len(tasks) % _TAKEN_AT_ONCE == 0:
                 check_step_samples(

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from py_scheduler.domain.task import Task
+    from py_scheduler.interfaces.step_moves import StepMoves
     from py_scheduler.interfaces.task_run import Trace
-    from py_scheduler.interfaces.task_scheduler import TaskScheduler
     from py_scheduler.rollout.groups import Group
 
 _log = logging.getLogger(__name__)
@@ -51,18 +51,18 @@ class RolloutStep:
     """One execution of an iteration. groups, samples: in place of the settings'."""
 
     def __init__(
-        self, scheduler: TaskScheduler, rollout_id: int, groups: int | None, samples: int | None, trace: Trace
+        self, moves: StepMoves, rollout_id: int, groups: int | None, samples: int | None, trace: Trace
     ) -> None:
-        self._scheduler = scheduler
-        self._settings = scheduler.settings
+        self._moves = moves
+        self._settings = moves.settings
         self._rollout_id = rollout_id
         self._wanted = groups or self._settings.groups_per_step
         self._samples = samples or self._settings.samples_per_group
         self._trace = trace
         fetched = math.ceil(self._wanted * self._settings.over_sampling)
         check_step_samples(fetched * (self._samples or 1), f"{fetched} groups of {self._samples or 1}", "samples")
-        self._folder = scheduler.folder
-        root = scheduler.artifact_root
+        self._folder = moves.folder
+        root = moves.artifact_root
         self._store = None if root is None else RolloutStore(root, file_format=self._settings.file_format)
         self._details = DetailsWriter(root, "train", rollout_id, started_unix_seconds=time.time())
         self._filter = GroupFilter(self._settings.filters)
@@ -71,7 +71,7 @@ class RolloutStep:
 
     async def execute(self) -> RolloutResult:
         """See TaskScheduler.execute_rollout."""
-        loop = self._scheduler.training_loop
+        loop = self._moves.training_loop
         decision = decide_reuse(
             self._rollout_id,
             os.environ,
@@ -86,14 +86,14 @@ class RolloutStep:
             self._trace.is_final = True
             await loop.skip(self._rollout_id, self._trace.request_id)
             return result
-        self._scheduler.check_has_source()
+        self._moves.check_has_source()
         request_prefix = await loop.begin(self._rollout_id, self._trace.request_id)
         try:
             result = await self._roll_out(request_prefix, decision)
             self._trace.is_final = True
             await loop.finish(result)
         except BaseException:
-            loop.give_back(ids_are_used=not self._scheduler.leaves_tasks)
+            loop.give_back(ids_are_used=not self._moves.leaves_tasks)
             raise
         return result
 
@@ -136,7 +136,7 @@ class RolloutStep:
             rollout_id=self._rollout_id,
             samples=samples,
             summary=summary,
-            files=relative_files(files, self._scheduler.artifact_root),
+            files=relative_files(files, self._moves.artifact_root),
             reused_from=path.name,
             samples_of=saved_rollout_id(path) if decision.action is ReuseAction.LOAD else None,
             warnings=warnings,
@@ -164,7 +164,7 @@ class RolloutStep:
             missing = self._wanted - len(self._survivors)
             fetched = await self._fetch(math.ceil(missing * self._settings.over_sampling))
             if fetched:
-                tasks = list(self._scheduler.distribute([fetched], samples=self._samples))
+                tasks = list(self._moves.distribute([fetched], samples=self._samples))
                 planned = sum([task.config.repeat_times for task in tasks])
                 check_step_samples(
                     planned, f"{len(tasks)} groups, as many samples each as their data set says,", "groups"
@@ -186,7 +186,7 @@ class RolloutStep:
         """Few at a time: a source reads files."""
         fetched: list[Task] = []
         while len(fetched) < count:
-            more = self._scheduler.fetch(min(_FETCHED_AT_ONCE, count - len(fetched)))
+            more = self._moves.fetch(min(_FETCHED_AT_ONCE, count - len(fetched)))
             if not more:
                 break
             fetched += more
@@ -195,7 +195,7 @@ class RolloutStep:
 
     async def _run_round(self, tasks: list[Task], request_prefix: str, context: IterationContext) -> None:
         survivors: list[Group] = []
-        run = self._scheduler.run_each(
+        run = self._moves.run_each(
             tasks, batch_id=self._rollout_id, request_prefix=request_prefix, iteration=context, trace=self._trace
         )
         async with aclosing(run) as groups:
@@ -252,7 +252,7 @@ class RolloutStep:
             submission_id=self._trace.submission_id,
             rounds=self._rounds,
             samples_of=None if self._store is None else self._rollout_id,
-            files=relative_files(files, self._scheduler.artifact_root),
+            files=relative_files(files, self._moves.artifact_root),
             warnings=warnings,
         )
 

@@ -8,8 +8,8 @@ import msgspec
 
 from py_scheduler.domain.results import Outcome
 from py_scheduler.domain.training.steps import DatasetOutcomes, KeptGroup, StepKind, StepReport
+from py_scheduler.rollout.files.iteration_summary import IterationSummary
 from py_scheduler.rollout.groups import Group
-from py_scheduler.rollout.iteration_summary import IterationSummary
 from py_scheduler.rollout.training import TrainingSample
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.domain.episodes.trajectory import Trajectory
 from py_scheduler.domain.generation import FinishReason
 from py_scheduler.domain.training.samples import SampleStatus as SampleStatus
 from py_scheduler.domain.training.samples import TrainingSample as TrainingSample
+from py_scheduler.domain.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,9 +21,8 @@ from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Self
 
 from py_scheduler.batching import BatchingStrategy, fifo_batching
-from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import Moment, TasksAccepted
-from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+from py_scheduler.domain.generation import STUDENT, SamplingParams, StoppingCriteria
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.events import AttemptEnded
-from py_scheduler.domain.snapshots import SERVICE
+from py_scheduler.domain.ports import SERVICE
 from py_scheduler.scheduler.intake import Intake, waiting_attempts
 from py_scheduler.scheduler.ledger.commands import InterruptAttempt
 from py_scheduler.scheduler.ledger.snapshots import is_of_result, result_of, service_of, submission_of
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from py_scheduler.domain.collecting import TaskResult
-    from py_scheduler.domain.episodes.trajectory import Trajectory
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import EventRecord
-    from py_scheduler.domain.ports import Clock, Journal
-    from py_scheduler.domain.snapshots import Snapshot
+    from py_scheduler.domain.ports import Clock, Journal, Snapshot
+    from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.scheduler.ledger.ledger import Ledger
     from py_scheduler.scheduler.ledger.records import TaskRecord

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY, Trajectory, Turn
 from py_scheduler.domain.generation import WeightSpan
 from py_scheduler.domain.results import NO_METRICS, NO_REWARD, EpisodePhase, Reward, SampleDone, Timings
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, Turn
 from py_scheduler.domain.values.plain import details_json, safe_text, words_of
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.common.enums import EPISODE_PHASES, FINISH_REASONS, LOG_PROB_KINDS, OUTCOMES

@@ -12,10 +12,10 @@ from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 a
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
 from py_scheduler.client import SchedulerClient
 from py_scheduler.commands.token import new_token
-from py_scheduler.domain.episodes.trajectory import Trajectory
 from py_scheduler.domain.events import AttemptEnded
 from py_scheduler.domain.results import Outcome, SampleDone
 from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler.domain.trajectory import Trajectory
 from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, ResourceExhaustedError
 from tests.contract.conftest import serve, whole_server
 from tests.support.fake_engine import FakeEngine

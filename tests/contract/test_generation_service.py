@@ -18,8 +18,8 @@ from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.api.server import GENERATION_SERVICE, ApiServer
 from py_scheduler.client import BlockingGenerationClient, GenerationClient, SchedulerClient
 from py_scheduler.config import ServerSettings
-from py_scheduler.domain.evaluator import STUDENT, TEACHER, BaseAgent
-from py_scheduler.domain.generation import GenerationState, OnWeightUpdate, PauseMode, SamplingParams
+from py_scheduler.domain.evaluator import BaseAgent
+from py_scheduler.domain.generation import STUDENT, TEACHER, GenerationState, OnWeightUpdate, PauseMode, SamplingParams
 from py_scheduler.domain.results import AgentResult, Reward, SampleDone
 from py_scheduler.errors import (
     EngineRejectedError,

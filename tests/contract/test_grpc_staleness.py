@@ -15,9 +15,9 @@ from py_scheduler.api.server import ApiServer
 from py_scheduler.client import BlockingSchedulerClient, GenerationClient, SchedulerClient
 from py_scheduler.commands.why import show_explanation
 from py_scheduler.config import ServerSettings
-from py_scheduler.domain.evaluator import STUDENT, BaseAgent
+from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.events import TrainingResumed, WeightsChanged
-from py_scheduler.domain.generation import SamplingParams
+from py_scheduler.domain.generation import STUDENT, SamplingParams
 from py_scheduler.domain.requests import EventKind
 from py_scheduler.domain.results import AgentResult, Reward, SampleDone
 from py_scheduler.errors import InvalidArgumentError

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from py_scheduler.client import SchedulerClient
-from py_scheduler.domain.episodes.trajectory import Trajectory, Turn
 from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.generation import WeightSpan
 from py_scheduler.domain.requests import (
@@ -17,6 +16,7 @@ from py_scheduler.domain.requests import (
     TasksAcceptedNotice,
 )
 from py_scheduler.domain.results import Outcome, Reward, SampleDone
+from py_scheduler.domain.trajectory import Trajectory, Turn
 from py_scheduler.errors import (
     CursorExpiredError,
     CursorMismatchError,

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from py_scheduler.domain.evaluator import STUDENT, TEACHER
 from py_scheduler.domain.events import EVERY_NAMESPACE, AttemptRef, StopCause
+from py_scheduler.domain.generation import STUDENT, TEACHER
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
 from py_scheduler.scheduler.ledger.commands import (

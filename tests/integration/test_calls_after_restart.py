@@ -12,9 +12,8 @@ import pytest
 
 from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.adapters.sqlite_journal.retention import JournalLimits
-from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import TrainingResumed
-from py_scheduler.domain.generation import PauseMode, WeightUpdate
+from py_scheduler.domain.generation import STUDENT, PauseMode, WeightUpdate
 from py_scheduler.domain.leases import AcquireRequest, LeaseTerms, PlacementDemand, ReleaseRequest
 from py_scheduler.domain.requests import AbortRequest, EventFilter, SubmissionSelector
 from py_scheduler.domain.resources import NodeResource, Resource

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from py_scheduler.rollout.files.iteration_summary import read_summary
 from py_scheduler.rollout.files.loop_state import LoopState, read_loop_state
 from py_scheduler.rollout.files.store import read_samples
-from py_scheduler.rollout.iteration_summary import read_summary
 from tests.support.rows import write_lines
 from tests.support.scripted_sglang import ScriptedSglang
 from tests.support.waiting import eventually

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.domain.evaluator import STUDENT, TEACHER, BaseAgent
-from py_scheduler.domain.generation import ChatMessage, FinishReason, Generation, LogProbKind, ModelInfo
+from py_scheduler.domain.evaluator import BaseAgent
+from py_scheduler.domain.generation import (
+    STUDENT,
+    TEACHER,
+    ChatMessage,
+    FinishReason,
+    Generation,
+    LogProbKind,
+    ModelInfo,
+)
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig

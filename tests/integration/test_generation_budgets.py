@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.domain.evaluator import STUDENT, BaseAgent
-from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
+from py_scheduler.domain.evaluator import BaseAgent
+from py_scheduler.domain.generation import STUDENT, SamplingParams, StoppingCriteria
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.errors import FailedPreconditionError
 from tests.support.controlled_model import ControlledModel

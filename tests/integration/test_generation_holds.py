@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from py_scheduler.domain.evaluator import STUDENT, TEACHER, BaseAgent
-from py_scheduler.domain.generation import OnWeightUpdate, PauseMode, SamplingParams, WeightUpdate
+from py_scheduler.domain.evaluator import BaseAgent
+from py_scheduler.domain.generation import STUDENT, TEACHER, OnWeightUpdate, PauseMode, SamplingParams, WeightUpdate
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.scheduler.settings import EngineSettings

@@ -11,7 +11,7 @@ from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.adapters.sqlite_journal.retention import JournalLimits
 from py_scheduler.app.journal import compact, examine, export, recover
 from py_scheduler.config import Config
-from py_scheduler.domain.evaluator import STUDENT
+from py_scheduler.domain.generation import STUDENT
 from py_scheduler.domain.requests import EventFilter
 from py_scheduler.domain.results import AgentResult
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings

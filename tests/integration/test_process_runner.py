@@ -12,8 +12,14 @@ import pytest
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.api.generation_http import GenerationHttp
 from py_scheduler.config import GatewaySettings
-from py_scheduler.domain.evaluator import STUDENT
-from py_scheduler.domain.generation import OnWeightUpdate, PauseMode, SamplingParams, StoppingCriteria, WeightUpdate
+from py_scheduler.domain.generation import (
+    STUDENT,
+    OnWeightUpdate,
+    PauseMode,
+    SamplingParams,
+    StoppingCriteria,
+    WeightUpdate,
+)
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import Outcome, TaskState

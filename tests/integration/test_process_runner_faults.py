@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import AttemptEnded
+from py_scheduler.domain.generation import STUDENT
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import AttemptState, Outcome, TaskState

@@ -10,11 +10,12 @@ from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.rollout.files.details import DetailsWriter
+from py_scheduler.rollout.files.iteration_summary import read_summary
 from py_scheduler.rollout.files.store import RolloutStore
 from py_scheduler.rollout.filters import FilterSettings, Rejection
 from py_scheduler.rollout.groups import Group, group_of
-from py_scheduler.rollout.iteration_summary import read_summary
-from py_scheduler.rollout.sources.sources import SourceSettings, open_source
+from py_scheduler.rollout.sources.settings import SourceSettings
+from py_scheduler.rollout.sources.sources import open_source
 from py_scheduler.rollout.training import pad_groups, training_group
 from tests.support.filtering import apply_filters
 from tests.support.handlers import spec_of

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from py_scheduler.domain.evaluator import STUDENT, TEACHER
 from py_scheduler.domain.events import WeightsChanged
 from py_scheduler.domain.explanations import TaskPhase
-from py_scheduler.domain.generation import OnWeightUpdate, PauseMode, WeightUpdate
+from py_scheduler.domain.generation import STUDENT, TEACHER, OnWeightUpdate, PauseMode, WeightUpdate
 from py_scheduler.domain.requests import AbortRequest, EventFilter, EventKind
 from py_scheduler.domain.results import Outcome
 from py_scheduler.domain.task import RetryPolicy

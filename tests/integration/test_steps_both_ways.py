@@ -18,8 +18,8 @@ from py_scheduler.domain.requests import WatchedFrame
 from py_scheduler.domain.results import SampleDone
 from py_scheduler.domain.training.steps import StepKind, StepReport, StepRequest
 from py_scheduler.errors import CursorExpiredError, FailedPreconditionError, ServerError
+from py_scheduler.rollout.files.iteration_summary import read_summary
 from py_scheduler.rollout.files.store import read_samples
-from py_scheduler.rollout.iteration_summary import read_summary
 from tests.support.rows import write_lines
 from tests.support.served_process import served_process
 

@@ -16,11 +16,11 @@ from py_scheduler.interfaces import eval_step
 from py_scheduler.interfaces.rollout_step import SURPLUS
 from py_scheduler.interfaces.task_scheduler import TaskScheduler
 from py_scheduler.rollout.dagger import DAggerSchedule
+from py_scheduler.rollout.files.iteration_summary import read_summary
 from py_scheduler.rollout.files.loop_state import read_loop_state
 from py_scheduler.rollout.filters import FilterSettings, Rejection
-from py_scheduler.rollout.iteration_summary import read_summary
 from py_scheduler.rollout.settings import RolloutSettings
-from py_scheduler.rollout.sources.sources import IterableSource
+from py_scheduler.rollout.sources.iterable import IterableSource
 from tests.support.handlers import GatedAgent, SolvingAgent, spec_of
 from tests.support.step_handlers import Published, Rated
 from tests.support.task_schedulers import engine_of, prompts, rows, scheduler_of

@@ -15,8 +15,8 @@ import pytest
 from py_scheduler.adapters.children import ray_actor
 from py_scheduler.adapters.children.ray_host import RayHost
 from py_scheduler.app.runners import NodesOfRay
-from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import AttemptEnded
+from py_scheduler.domain.generation import STUDENT
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import AttemptState, Outcome, TaskState

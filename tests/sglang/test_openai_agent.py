@@ -13,8 +13,8 @@ import pytest
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.api.generation_http import GenerationHttp
 from py_scheduler.config import GatewaySettings
-from py_scheduler.domain.evaluator import STUDENT, BaseAgent
-from py_scheduler.domain.generation import ChatMessage, OnWeightUpdate, PauseMode, SamplingParams
+from py_scheduler.domain.evaluator import BaseAgent
+from py_scheduler.domain.generation import STUDENT, ChatMessage, OnWeightUpdate, PauseMode, SamplingParams
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.integrations.chat_turns import observe_reply

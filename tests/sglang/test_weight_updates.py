@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from py_scheduler.domain.evaluator import STUDENT, BaseAgent
-from py_scheduler.domain.generation import ChatMessage, OnWeightUpdate, PauseMode, SamplingParams
+from py_scheduler.domain.evaluator import BaseAgent
+from py_scheduler.domain.generation import STUDENT, ChatMessage, OnWeightUpdate, PauseMode, SamplingParams
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.errors import EngineRejectedError
 from tests.sglang.asking import ANSWER_SECONDS, FIRST_VERSION, PROMPT, TRAINED_VERSION, RealSglang, assert_exact

@@ -10,8 +10,7 @@ import msgspec
 from py_scheduler.api.server import ApiServer
 from py_scheduler.client import GenerationClient, SchedulerClient
 from py_scheduler.config import ServerSettings
-from py_scheduler.domain.evaluator import STUDENT
-from py_scheduler.domain.generation import OnWeightUpdate, SamplingParams
+from py_scheduler.domain.generation import STUDENT, OnWeightUpdate, SamplingParams
 from py_scheduler.domain.results import SampleDone
 from tests.support.handlers import spec_of
 from tests.support.harness import running_engine, task_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.episodes.trajectory import ENVIRONMENT, Trajectory, Turn
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import Outcome, Reward, SampleDone, TaskState, Timings
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.domain.training.iteration import IterationContext
+from py_scheduler.domain.trajectory import ENVIRONMENT, Trajectory, Turn
 from py_scheduler.rollout.files.details import DetailsWriter
 from py_scheduler.rollout.groups import Group
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from py_scheduler.domain.training.steps import FilterReport
-    from py_scheduler.rollout.iteration_summary import IterationSummary, Kind
+    from py_scheduler.rollout.files.iteration_summary import IterationSummary, Kind
 
 
 def sample(number: int, outcome: Outcome, task_id: str, node: int = 1, seconds: float = 1.0) -> SampleDone:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from py_scheduler.domain.events import EventRecord
-    from py_scheduler.domain.snapshots import Snapshot
+    from py_scheduler.domain.ports import Snapshot
 
 
 class SurvivingJournal(MemoryJournal):

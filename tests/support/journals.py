@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.adapters.sqlite_journal.retention import JournalLimits
-from py_scheduler.domain.episodes.trajectory import Trajectory
 from py_scheduler.domain.events import AttemptEnded, EventRecord, TaskDone, approximate_size
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
+from py_scheduler.domain.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

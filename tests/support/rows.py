@@ -9,7 +9,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from py_scheduler.rollout.sources.sources import SourceSettings
+from py_scheduler.rollout.sources.settings import SourceSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.generation import FinishReason, Generation, WeightSpan
 from py_scheduler.domain.results import Outcome, Reward, SampleDone, TaskState, Timings
 from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler.domain.trajectory import Trajectory, TrajectoryBuilder
 from py_scheduler.rollout.groups import Group, group_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from py_scheduler.domain.collecting import CollectReply, TaskResult, UnfinishedTask
-from py_scheduler.domain.episodes.trajectory import Trajectory, Turn
 from py_scheduler.domain.events import (
     AbortRequested,
     AttemptEnded,
@@ -26,6 +25,7 @@ from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, Rew
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
 from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.domain.training.samples import SampleStatus, TrainingSample
+from py_scheduler.domain.trajectory import Trajectory, Turn
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

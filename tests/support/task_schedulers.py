@@ -10,7 +10,7 @@ from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.interfaces.task_scheduler import TaskScheduler
 from py_scheduler.rollout.reuse import ReuseSettings
 from py_scheduler.rollout.settings import RolloutSettings
-from py_scheduler.rollout.sources.sources import IterableSource
+from py_scheduler.rollout.sources.iterable import IterableSource
 from py_scheduler.scheduler.engine import Engine
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.handlers import spec_of

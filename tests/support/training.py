@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.domain.evaluator import STUDENT, BaseAgent
-from py_scheduler.domain.generation import SamplingParams, WeightUpdate
+from py_scheduler.domain.evaluator import BaseAgent
+from py_scheduler.domain.generation import STUDENT, SamplingParams, WeightUpdate
 from py_scheduler.domain.results import AgentResult, Reward
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 from py_scheduler.scheduler.settings import EngineSettings

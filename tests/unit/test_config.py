@@ -18,7 +18,7 @@ from py_scheduler.rollout.dagger import DAggerSchedule, Decay
 from py_scheduler.rollout.filters import FilterSettings, Rejection
 from py_scheduler.rollout.reuse import ReuseSettings
 from py_scheduler.rollout.settings import RolloutSettings
-from py_scheduler.rollout.sources.sources import SourceSettings
+from py_scheduler.rollout.sources.settings import SourceSettings
 from tests.support.configs import DATASET, EVALUATOR, OPEN
 
 FULL = """

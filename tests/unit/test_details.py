@@ -17,7 +17,7 @@ from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.domain.training.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError
 from py_scheduler.rollout.files.details import SLOWEST, DetailsWriter
-from py_scheduler.rollout.iteration_summary import IterationSummary, read_summary, summary_paths
+from py_scheduler.rollout.files.iteration_summary import IterationSummary, read_summary, summary_paths
 from tests.support.samples import SOLVED, WRONG, done_sample, group_with, trajectory_of
 
 if TYPE_CHECKING:

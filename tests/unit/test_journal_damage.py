@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.adapters.sqlite_journal.recovery import examine, recover
-from py_scheduler.domain.snapshots import Snapshot
+from py_scheduler.domain.ports import Snapshot
 from py_scheduler.errors import JournalDamagedError, JournalError
 from tests.support.journals import done, ended, filled, open_journal, same_events
 

@@ -12,7 +12,8 @@ from py_scheduler.domain.episodes.cascade import DATASET_CONFIG_KEY
 from py_scheduler.domain.generation import SamplingParams
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import ConfigError, InvalidArgumentError
-from py_scheduler.rollout.sources.sources import SourceSettings, open_source
+from py_scheduler.rollout.sources.settings import SourceSettings
+from py_scheduler.rollout.sources.sources import open_source
 from tests.support.app_handlers import made_rows
 
 if TYPE_CHECKING:

@@ -11,14 +11,12 @@ import pytest
 from py_scheduler.domain.generation import ChatMessage, FinishReason
 from py_scheduler.domain.results import AgentResult, Reward
 from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler.domain.training.problems import METADATA_KEY, PROBLEMS_PER_SEED, read_problem
 from py_scheduler.errors import ConfigError, ContextOverflowError, InvalidArgumentError
 from py_scheduler.integrations.reasoning_gym import (
     CODE_SCORING_DATASETS,
-    METADATA_KEY,
-    PROBLEMS_PER_SEED,
     ReasoningGymAgent,
     extract_answer,
-    read_problem,
     reasoning_gym_mixture,
     reasoning_gym_tasks,
 )

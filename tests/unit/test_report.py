@@ -18,7 +18,7 @@ from py_scheduler.commands.views.report_plots import OUTCOME_COLOURS, TIME_COLOU
 from py_scheduler.domain.results import Outcome
 from py_scheduler.domain.training.steps import FilterReport
 from py_scheduler.errors import FailedPreconditionError, NotFoundError
-from py_scheduler.rollout.iteration_summary import read_summary
+from py_scheduler.rollout.files.iteration_summary import read_summary
 from tests.support.iterations import group, random_groups, write_iteration
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from py_scheduler.domain.episodes.trajectory import Trajectory
+    from py_scheduler.domain.trajectory import Trajectory
 
 NAME = "trajectory_sft_samples"
 TURNS = (("environment", 4), ("teacher", 2), ("environment", 1), ("student", 3))

@@ -16,7 +16,8 @@ from py_scheduler.domain.episodes.cascade import DatasetConfig
 from py_scheduler.domain.generation import SamplingParams
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
-from py_scheduler.rollout.sources.sources import IterableSource, MultiDataSource, WeightedSource
+from py_scheduler.rollout.sources.iterable import IterableSource
+from py_scheduler.rollout.sources.mixture import MultiDataSource, WeightedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

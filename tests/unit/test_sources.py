@@ -17,7 +17,8 @@ from py_scheduler.domain.episodes.cascade import dataset_config
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.integrations.reasoning_gym import reasoning_gym_tasks
-from py_scheduler.rollout.sources.sources import SourceSettings, open_source, open_sources
+from py_scheduler.rollout.sources.settings import SourceSettings
+from py_scheduler.rollout.sources.sources import open_source, open_sources
 from tests.support.rows import numbered, of, prompts, write_lines, write_parquet
 
 if TYPE_CHECKING:

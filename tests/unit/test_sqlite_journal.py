@@ -12,7 +12,7 @@ import pytest
 from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.adapters.sqlite_journal.retention import JournalLimits
 from py_scheduler.adapters.sqlite_journal.store import DATABASE, JournalStore
-from py_scheduler.domain.snapshots import Snapshot
+from py_scheduler.domain.ports import Snapshot
 from py_scheduler.errors import CursorExpiredError, JournalError
 from tests.support.journals import done, ended, filled, open_journal, same_events
 

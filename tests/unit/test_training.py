@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY
 from py_scheduler.domain.generation import FinishReason
 from py_scheduler.domain.results import Outcome, Reward
 from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY
 from py_scheduler.rollout.groups import group_of
 from py_scheduler.rollout.training import SampleStatus, pad_groups, training_group, training_sample
 from tests.support.samples import SOLVED, WRONG, done_sample, group_with, trajectory_of

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY, ENVIRONMENT, TrajectoryBuilder
 from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, ENVIRONMENT, TrajectoryBuilder
 
 token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 

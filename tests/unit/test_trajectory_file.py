@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from py_scheduler.domain.episodes.trajectory import TrajectoryBuilder
 from py_scheduler.domain.generation import FinishReason, Generation, WeightSpan
 from py_scheduler.domain.results import Outcome, Reward, SampleDone, Timings
 from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler.domain.trajectory import TrajectoryBuilder
 from py_scheduler.rollout.figures import summarise, summary_table
 from py_scheduler.rollout.files.trajectories import Origin, write_trajectories
 from py_scheduler.version import version

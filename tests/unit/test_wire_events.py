@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from py_scheduler._generated.rollout_scheduler.v1 import event_pb2, task_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
-from py_scheduler.domain.episodes.trajectory import Trajectory, Turn
 from py_scheduler.domain.events import AcceptedTask, EventRecord, JournalledEvent, TasksAccepted
 from py_scheduler.domain.requests import EventFilter, EventFrame, TasksAcceptedNotice
 from py_scheduler.domain.results import Outcome, Reward, SampleDone
 from py_scheduler.domain.task import BatchId, Task, TaskConfig
+from py_scheduler.domain.trajectory import Trajectory, Turn
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.common.cursor import CursorCodec
 from py_scheduler.wire.events import decode_event, decode_frame, encode_frames, encode_record

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from py_scheduler import errors
-from py_scheduler.domain.evaluator import STUDENT
-from py_scheduler.domain.generation import Generation, SamplingParams, StoppingCriteria
+from py_scheduler.domain.generation import STUDENT, Generation, SamplingParams, StoppingCriteria
 from py_scheduler.domain.runners.frames import (
     Answer,
     Ask,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY, Trajectory
 from py_scheduler.domain.events import AttemptEnded, EventRecord, JournalledEvent, approximate_size
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from py_scheduler.domain.events import EventRecord
-    from py_scheduler.domain.snapshots import Snapshot
+    from py_scheduler.domain.ports import Snapshot
 
 _log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from py_scheduler.domain.snapshots import Snapshot
+    from py_scheduler.domain.ports import Snapshot
 
 
 _NEXT_FRAME = "SELECT last_sequence FROM frame WHERE last_sequence > ? ORDER BY last_sequence LIMIT 1"

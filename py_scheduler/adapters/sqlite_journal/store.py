@@ -22,7 +22,7 @@ import apsw
 import msgspec
 
 from py_scheduler.adapters.sqlite_journal.frames import DIGEST_BYTES, Frame, digest_of
-from py_scheduler.domain.snapshots import Snapshot
+from py_scheduler.domain.ports import Snapshot
 from py_scheduler.errors import JournalDamagedError, JournalError
 
 if TYPE_CHECKING:

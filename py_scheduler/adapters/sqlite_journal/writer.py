@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from py_scheduler.adapters.sqlite_journal.files import Ballast, HighWater
     from py_scheduler.adapters.sqlite_journal.retention import JournalLimits, Retention
     from py_scheduler.adapters.sqlite_journal.store import JournalStore
-    from py_scheduler.domain.snapshots import Snapshot
+    from py_scheduler.domain.ports import Snapshot
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ import msgspec
 
 from py_scheduler.domain.results import Outcome
 from py_scheduler.errors import FailedPreconditionError, NotFoundError, SchedulerError
-from py_scheduler.rollout.files.paths import open_regular
-from py_scheduler.rollout.iteration_summary import (
+from py_scheduler.rollout.files.iteration_summary import (
     DETAILS_FOLDER,
     PLACEMENT_SUFFIX,
     SUMMARY_SUFFIX,
@@ -19,6 +18,7 @@ from py_scheduler.rollout.iteration_summary import (
     read_summary,
     summary_paths,
 )
+from py_scheduler.rollout.files.paths import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from py_scheduler.commands.views.report_data import Report
-    from py_scheduler.rollout.iteration_summary import DatasetSummary, IterationSummary
+    from py_scheduler.rollout.files.iteration_summary import DatasetSummary, IterationSummary
 
     Points = Sequence[tuple[int, float | None]]
     """What a line goes through: by rollout_id; None where there is no figure."""

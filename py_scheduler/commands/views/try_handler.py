@@ -10,15 +10,15 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from py_scheduler.domain.episodes.trajectory import EMPTY_TRAJECTORY, ENVIRONMENT
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.requests import ServerInfo
 from py_scheduler.domain.results import NO_REWARD, Outcome, Reward, SampleDone
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, ENVIRONMENT
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from py_scheduler.domain.episodes.trajectory import Turn
+    from py_scheduler.domain.trajectory import Turn
 
 _SHORT_TEXT = 240
 _SHORT_DETAIL = 400

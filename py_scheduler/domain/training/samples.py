@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from py_scheduler.domain.episodes.trajectory import Trajectory
-from py_scheduler.domain.evaluator import TEACHER
+from py_scheduler.domain.generation import TEACHER
+from py_scheduler.domain.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler.rollout.figures import Figures
-from py_scheduler.rollout.files.paths import atomic_file, resolve_under
-from py_scheduler.rollout.iteration_summary import (
+from py_scheduler.rollout.files.iteration_summary import (
     DETAILS_FOLDER,
     PLACEMENT_SUFFIX,
     SUMMARY_SUFFIX,
@@ -33,6 +32,7 @@ from py_scheduler.rollout.iteration_summary import (
     ToldContext,
     file_stem,
 )
+from py_scheduler.rollout.files.paths import atomic_file, resolve_under
 from py_scheduler.rollout.metrics import SolveTally, eval_metrics
 from py_scheduler.rollout.training import is_trainable
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.domain.training.iteration import IterationContext
     from py_scheduler.domain.training.steps import FilterReport
+    from py_scheduler.rollout.files.iteration_summary import Kind
     from py_scheduler.rollout.groups import Group
-    from py_scheduler.rollout.iteration_summary import Kind
 
 SLOWEST = 10
 """Samples that a summary names as the slowest."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from py_scheduler.domain.episodes.trajectory import Trajectory, Turn
 from py_scheduler.domain.generation import WeightSpan
+from py_scheduler.domain.trajectory import Trajectory, Turn
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.rollout.files.parquet import load_pyarrow, trajectory_columns
 from py_scheduler.rollout.training import SampleStatus, TrainingSample

@@ -12,7 +12,7 @@ from py_scheduler.rollout.sources.iterable import IterableSource
 from py_scheduler.rollout.sources.row_tasks import RowTasks
 
 if TYPE_CHECKING:
-    from py_scheduler.rollout.sources.sources import SourceSettings
+    from py_scheduler.rollout.sources.settings import SourceSettings
 
 Factory = Callable[..., Iterable[Any]]
 """Called as factory(epoch, **options): gives the items of an epoch (from 0), the same ones whenever it is asked."""

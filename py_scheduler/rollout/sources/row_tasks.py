@@ -14,7 +14,7 @@ from py_scheduler.rollout.sources.mixture import said_by
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from py_scheduler.rollout.sources.sources import SourceSettings
+    from py_scheduler.rollout.sources.settings import SourceSettings
 
 
 def task_config_of(settings: SourceSettings) -> TaskConfig:

@@ -12,22 +12,19 @@ import logging
 import random
 from array import array
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
 from py_scheduler.domain.limits import check_task_config, name_fault
 from py_scheduler.errors import FailedPreconditionError, FieldViolation, InvalidArgumentError
-from py_scheduler.integrations.reasoning_gym_rows import reasoning_gym_rows
-from py_scheduler.rollout.sources.iterable import IterableSource as IterableSource
-from py_scheduler.rollout.sources.mixture import MultiDataSource as MultiDataSource
-from py_scheduler.rollout.sources.mixture import WeightedSource as WeightedSource
-from py_scheduler.rollout.sources.mixture import weight_fault
+from py_scheduler.rollout.sources.mixture import MultiDataSource, WeightedSource, weight_fault
 from py_scheduler.rollout.sources.python import Factory, python_source
+from py_scheduler.rollout.sources.reasoning_gym import reasoning_gym_rows
 from py_scheduler.rollout.sources.row_tasks import RowTasks, task_config_of
 from py_scheduler.rollout.sources.rows import JsonLines, ParquetRows
-from py_scheduler.rollout.sources.state import OnEnd, Position, read_position
+from py_scheduler.rollout.sources.settings import FILE_KINDS, KINDS, SourceSettings
+from py_scheduler.rollout.sources.state import Position, read_position
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,39 +35,6 @@ if TYPE_CHECKING:
     from py_scheduler.rollout.sources.rows import Rows
 
 logger = logging.getLogger(__name__)
-
-KINDS = ("jsonl", "parquet", "reasoning_gym", "python")
-_FILES = ("jsonl", "parquet")
-
-
-class SourceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One data set of a training loop or an eval.
-
-    kind: "jsonl", "parquet", "reasoning_gym" or "python". path: of the file; a relative one counts from the folder of
-    the configuration. factory: of kind "python", "module:function", called as function(epoch, **options) for each
-    epoch's rows or Tasks. prompt_key: the key of the prompt (text) in a row; None for "prompt", or none with
-    reasoning_gym. metadata_keys: which keys become the task's metadata; None for all others. limit: only the first rows
-    count. shuffle: each epoch in an order of its own; a Parquet file by row groups, and within them. on_end: begin a
-    new epoch, or give fewer tasks than asked for. weight: its share beside others. options: of reasoning_gym (dataset,
-    config, size), or the factory's.
-    """
-
-    name: str
-    kind: str = "jsonl"
-    path: str = ""
-    factory: str = ""
-    task_type: str
-    repeat_times: int = 1
-    prompt_key: str | None = None
-    metadata_keys: tuple[str, ...] | None = None
-    sampling: SamplingParams = SamplingParams()
-    stopping: StoppingCriteria = StoppingCriteria()
-    shuffle: bool = False
-    seed: int = 0
-    on_end: OnEnd = "restart"
-    limit: int | None = None
-    weight: float = 1.0
-    options: dict[str, Any] = {}
 
 
 def check_source(settings: SourceSettings) -> Iterator[FieldViolation]:
@@ -93,8 +57,8 @@ def check_source(settings: SourceSettings) -> Iterator[FieldViolation]:
 
 
 def _check_kind(settings: SourceSettings) -> Iterator[FieldViolation]:
-    if bool(settings.path) != (settings.kind in _FILES):
-        rule = "a file" if settings.kind in _FILES else "none, it is made"
+    if bool(settings.path) != (settings.kind in FILE_KINDS):
+        rule = "a file" if settings.kind in FILE_KINDS else "none, it is made"
         yield FieldViolation("path", f"is {settings.path!r}: a {settings.kind} data set has {rule}")
     if "\0" in settings.path:
         yield FieldViolation("path", f"is {settings.path!r}: no file's name has a NUL")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import (
     AbortRequested,
     AcceptedTask,
@@ -25,6 +24,7 @@ from py_scheduler.domain.events import (
     TrainingResumed,
     WeightsChanged,
 )
+from py_scheduler.domain.generation import STUDENT
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from py_scheduler.scheduler.ledger.commands import (

@@ -31,9 +31,9 @@ from py_scheduler.scheduler.ledger.records import CollectedSet, SubmissionRecord
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from py_scheduler.domain.episodes.trajectory import Trajectory
     from py_scheduler.domain.events import AttemptEnded, TaskDone, TasksAccepted
     from py_scheduler.domain.results import SampleDone
+    from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.scheduler.ledger.commands import AcknowledgeResults, CollectResults, DiscardResults
     from py_scheduler.scheduler.ledger.records import StagedResult, SubTaskRecord, TaskRecord
 

@@ -60,7 +60,7 @@ from py_scheduler.scheduler.ledger.state import LedgerState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from py_scheduler.domain.episodes.trajectory import Trajectory
+    from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.scheduler.ledger.commands import Command
     from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 

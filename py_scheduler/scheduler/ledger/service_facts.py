@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.episodes.weight_history import WeightHistory
-from py_scheduler.domain.evaluator import STUDENT
 from py_scheduler.domain.events import AttemptEnded, ResultsCollected, TaskDone, TrainingResumed, WeightsChanged
+from py_scheduler.domain.generation import STUDENT
 from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
 from py_scheduler.scheduler.ledger.staleness import StalenessWindow

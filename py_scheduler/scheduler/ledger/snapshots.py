@@ -19,8 +19,8 @@ import msgspec
 
 from py_scheduler.domain.collecting import TaskResult, UnfinishedTask
 from py_scheduler.domain.events import Moment, StopCause
+from py_scheduler.domain.ports import SERVICE, Snapshot
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
-from py_scheduler.domain.snapshots import SERVICE, Snapshot
 from py_scheduler.domain.task import BatchId, SubmissionKey, Task
 from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import JournalError

@@ -14,15 +14,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.snapshots import SERVICE
+from py_scheduler.domain.ports import SERVICE
 from py_scheduler.scheduler.ledger.kept_results import result_size
 from py_scheduler.scheduler.ledger.snapshots import result_snapshot, service_snapshot, snapshot_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from py_scheduler.domain.ports import Journal
-    from py_scheduler.domain.snapshots import Snapshot
+    from py_scheduler.domain.ports import Journal, Snapshot
     from py_scheduler.scheduler.ledger.records import SubmissionRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
     from py_scheduler.scheduler.log.event_log import EventLog

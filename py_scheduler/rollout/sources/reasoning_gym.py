@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from py_scheduler.domain.training.problems import MAX_SEED, METADATA_KEY, numbered_problem
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.integrations.reasoning_gym import MAX_SEED, METADATA_KEY, numbered_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
