@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from py_scheduler.interfaces.trinity import Experience, RunnerWrapper, Scheduler, local_engine
+from py_scheduler.interfaces.trinity import Experience, RunnerWrapper, Scheduler, engine
 from py_scheduler.interfaces.trinity.runners.workflow_runner import Status
 from tests.support.fake_clock import FakeClock
 from tests.support.mortal_runners import MortalRunner, MortalScheduler
@@ -32,7 +32,7 @@ def _a_fresh_start() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """Of the schedulers that a test makes."""
     made = FakeClock()
-    monkeypatch.setattr(local_engine, "LoopClock", lambda: made)
+    monkeypatch.setattr(engine, "LoopClock", lambda: made)
     return made
 
 

@@ -25,7 +25,7 @@ from py_scheduler.interfaces.trinity import (
     TaskWrapper,
     Workflow,
 )
-from py_scheduler.interfaces.trinity.runners.process import ProcessRunner
+from py_scheduler.interfaces.trinity.runners.process import TrinityProcessRunner
 from tests.support.process_workflows import FailingModels, InLoop, InThread, Model, pids_in, told
 from tests.support.trinity_workflows import new_config, read
 from tests.support.waiting import eventually
@@ -63,7 +63,7 @@ async def started(**explorer: Any) -> AsyncIterator[Scheduler]:
 
 
 def pid_of(runner: RunnerWrapper) -> int:
-    assert isinstance(runner.runner, ProcessRunner)
+    assert isinstance(runner.runner, TrinityProcessRunner)
     return runner.runner.pid
 
 

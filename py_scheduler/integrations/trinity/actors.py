@@ -45,7 +45,7 @@ class GuardedWorkflowRunner(WorkflowRunner):  # type: ignore[misc]
 
 
 class RayRunner:
-    """Implements `interfaces.trinity.protocols.Runner` by an actor.
+    """Implements `interfaces.trinity.protocols.TrinityRunner` by an actor.
 
     leaves_threads: whether it plays runs in threads, which go on when their task was stopped.
     """

@@ -18,13 +18,13 @@ from py_scheduler.domain.limits import (
 from py_scheduler.domain.runners.runner import is_forbidden
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.interfaces.trinity.config import ProcessConfig
-from py_scheduler.interfaces.trinity.local_engine import default_timeout
+from py_scheduler.interfaces.trinity.engine import default_timeout
 from py_scheduler.interfaces.trinity.runners.process import is_of_processes, pickled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from py_scheduler.interfaces.trinity.protocols import Config, Task
+    from py_scheduler.interfaces.trinity.protocols import TrinityConfig, TrinityTask
 
 _MAX_RUNNERS = 65_536
 _MODES = ("sequential", "asynchronous", "multi-threading")
@@ -47,7 +47,7 @@ _NUMBERS = {
 }
 
 
-def check_config(config: Config) -> None:
+def check_config(config: TrinityConfig) -> None:
     """Raises InvalidArgumentError."""
     explorer = config.explorer
     violations = list(_config_faults(explorer))
@@ -94,7 +94,7 @@ def _choice_fault(field: str, value: object, choices: Sequence[str]) -> Iterator
         yield FieldViolation(field, f"is {value!r}, must be one of {', '.join(choices)}")
 
 
-def check_tasks(tasks: Sequence[Task], *, are_sent: bool) -> None:
+def check_tasks(tasks: Sequence[TrinityTask], *, are_sent: bool) -> None:
     """are_sent: whether they go to other processes. Raises InvalidArgumentError."""
     violations = [fault for number, task in enumerate(tasks) for fault in _task_faults(f"tasks[{number}]", task)]
     if violations:

@@ -24,7 +24,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OverRolloutConfig:
-    """See `protocols.OverRolloutConfig`."""
+    """See `protocols.TrinityOverRolloutConfig`."""
 
     wait_after_min: float = 30.0
     return_partial_tasks: bool = False
@@ -32,7 +32,7 @@ class OverRolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicTimeoutConfig:
-    """See `protocols.DynamicTimeoutConfig`."""
+    """See `protocols.TrinityDynamicTimeoutConfig`."""
 
     enable: bool = False
     warmup_min_steps: int = 1
@@ -54,7 +54,7 @@ class ProcessConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerConfig:
-    """See `protocols.ExplorerConfig`.
+    """See `protocols.TrinityExplorerConfig`.
 
     runner: `inline`, in the scheduler's own loop, or `process`, each in a process of its own, which can be killed: for
     workflows that block, exit, or leak. What they are made of is sent there pickled, as `multiprocessing` does it.
@@ -78,6 +78,6 @@ class ExplorerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Implements `protocols.Config`."""
+    """Implements `protocols.TrinityConfig`."""
 
     explorer: ExplorerConfig = field(default_factory=ExplorerConfig)

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from py_scheduler.domain.task import BatchId
 
 
-class ModelConfig(Protocol):
+class TrinityModelConfig(Protocol):
     """A model that runners use. engine_num: how many engines serve it."""
 
     @property
     def engine_num(self) -> int: ...
 
 
-class OverRolloutConfig(Protocol):
+class TrinityOverRolloutConfig(Protocol):
     """wait_after_min: seconds in which more may come once `min_num` tasks are there. return_partial_tasks: whether runs
     that succeeded are kept where others of their sub-task failed.
     """
@@ -32,7 +32,7 @@ class OverRolloutConfig(Protocol):
     def return_partial_tasks(self) -> bool: ...
 
 
-class DynamicTimeoutConfig(Protocol):
+class TrinityDynamicTimeoutConfig(Protocol):
     """See `Scheduler.dynamic_timeout`."""
 
     @property
@@ -45,7 +45,7 @@ class DynamicTimeoutConfig(Protocol):
     def ratio(self) -> float: ...
 
 
-class ExplorerConfig(Protocol):
+class TrinityExplorerConfig(Protocol):
     """max_timeout: seconds that one try may take, in which all of them share: see `Scheduler.default_timeout`.
 
     runner_state_report_interval: seconds between tables of the runners in the log; 0: none. One that has them may say
@@ -77,26 +77,26 @@ class ExplorerConfig(Protocol):
     def concurrent_mode(self) -> str: ...
 
     @property
-    def rollout_model(self) -> ModelConfig: ...
+    def rollout_model(self) -> TrinityModelConfig: ...
 
     @property
-    def auxiliary_models(self) -> Sequence[ModelConfig]: ...
+    def auxiliary_models(self) -> Sequence[TrinityModelConfig]: ...
 
     @property
-    def over_rollout(self) -> OverRolloutConfig: ...
+    def over_rollout(self) -> TrinityOverRolloutConfig: ...
 
     @property
-    def dynamic_timeout(self) -> DynamicTimeoutConfig: ...
+    def dynamic_timeout(self) -> TrinityDynamicTimeoutConfig: ...
 
 
-class Config(Protocol):
+class TrinityConfig(Protocol):
     """All that the scheduler reads is its explorer's."""
 
     @property
-    def explorer(self) -> ExplorerConfig: ...
+    def explorer(self) -> TrinityExplorerConfig: ...
 
 
-class Task(Protocol):
+class TrinityTask(Protocol):
     """A dataclass: a runner gets a copy with `batch_id`, `task_id` and `rollout_args.n` set.
 
     rollout_args: a dataclass with a field `n`; the sub-task's repeats stand there.
@@ -142,7 +142,7 @@ class RunStatus(Protocol):
     def ok(self) -> bool: ...
 
 
-class Runner(Protocol):
+class TrinityRunner(Protocol):
     """What a RunnerWrapper has work done by: an object in this loop, a process, an actor. One task at a time."""
 
     @property

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from py_scheduler.domain.collecting import CollectReply, CollectRequest
 from py_scheduler.domain.requests import AbortRequest, SubmissionSelector
-from py_scheduler.interfaces.trinity.local_engine import fresh_id
+from py_scheduler.interfaces.trinity.engine import fresh_id
 from py_scheduler.scheduler.ledger.kept_results import leaves_result, why_incomplete
 
 if TYPE_CHECKING:
     from py_scheduler.domain.task import BatchId
-    from py_scheduler.interfaces.trinity.local_engine import LocalEngine
+    from py_scheduler.interfaces.trinity.engine import TrinityEngine
     from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
 
 logger = logging.getLogger(__name__)
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 _KEPT_STOPS = 1_000
 
 
-class Results:
+class TrinityResults:
     """Of one engine. status_class: of what is told of tasks that left no result."""
 
-    def __init__(self, local: LocalEngine, status_class: type[Any]) -> None:
+    def __init__(self, local: TrinityEngine, status_class: type[Any]) -> None:
         self._local = local
         self._status_class = status_class
         self._without_result: dict[BatchId, list[Any]] = {}

@@ -23,27 +23,27 @@ from typing import TYPE_CHECKING, Any
 from py_scheduler.domain.limits import MAX_COLLECT_SECONDS
 from py_scheduler.errors import FailedPreconditionError
 from py_scheduler.interfaces.trinity.checks import check_config, check_tasks, check_wait
-from py_scheduler.interfaces.trinity.local_engine import LocalEngine, default_timeout
+from py_scheduler.interfaces.trinity.engine import TrinityEngine, default_timeout
 from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
-from py_scheduler.interfaces.trinity.results import Results
-from py_scheduler.interfaces.trinity.runners.pinned import run_once
+from py_scheduler.interfaces.trinity.pinned import run_once
+from py_scheduler.interfaces.trinity.results import TrinityResults
 from py_scheduler.interfaces.trinity.runners.preparing import end_all, prepared_runners
 from py_scheduler.interfaces.trinity.runners.process import is_of_processes
 from py_scheduler.interfaces.trinity.runners.workflow_runner import Status
-from py_scheduler.interfaces.trinity.runners.wrapper import RunnerWrapper
-from py_scheduler.interfaces.trinity.views import SchedulerViews
+from py_scheduler.interfaces.trinity.views import TrinityViews
+from py_scheduler.interfaces.trinity.wrapper import RunnerWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from py_scheduler.domain.collecting import CollectReply
     from py_scheduler.domain.task import BatchId
-    from py_scheduler.interfaces.trinity.protocols import Config, Task
+    from py_scheduler.interfaces.trinity.protocols import TrinityConfig, TrinityTask
 
 logger = logging.getLogger(__name__)
 
 
-class Scheduler(SchedulerViews):
+class Scheduler(TrinityViews):
     """Schedules tasks on runners, retries what fails, and hands results out by batch.
 
     stop_deadline_seconds: how long `stop` waits for running sub-tasks. stop_grace_seconds: how long a sub-task that was
@@ -55,7 +55,7 @@ class Scheduler(SchedulerViews):
     runner_class: type[RunnerWrapper] = RunnerWrapper
     status_class: type[Any] = Status
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TrinityConfig) -> None:
         """Raises InvalidArgumentError with every faulty field of the configuration."""
         check_config(config)
         explorer = config.explorer
@@ -65,8 +65,8 @@ class Scheduler(SchedulerViews):
         self.max_repeat_times = explorer.max_repeat_times_per_runner
         self.runner_num = explorer.rollout_model.engine_num * explorer.runner_per_model
         self.running = False
-        self._local = LocalEngine(config, range(self.runner_num), self.stop_grace_seconds)
-        self._results = Results(self._local, self.status_class)
+        self._local = TrinityEngine(config, range(self.runner_num), self.stop_grace_seconds)
+        self._results = TrinityResults(self._local, self.status_class)
         self._changing = asyncio.Lock()
         self._is_closed = False
         self._thread_id: int | None = None
@@ -139,7 +139,7 @@ class Scheduler(SchedulerViews):
 
     # Tasks in
 
-    def schedule(self, tasks: Iterable[Task], batch_id: BatchId) -> None:
+    def schedule(self, tasks: Iterable[TrinityTask], batch_id: BatchId) -> None:
         """Adds tasks to a batch; they wait for `start` if need be. All are taken or, with an error, none.
 
         Their ids count on from those that the batch has. (The original counts each call's tasks from 0 and loses

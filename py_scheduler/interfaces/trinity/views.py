@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from py_scheduler.domain.runners.table import aligned
 from py_scheduler.domain.task import sort_batch_id
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.collecting import TaskResult
     from py_scheduler.domain.task import BatchId
-    from py_scheduler.interfaces.trinity.local_engine import LocalEngine
+    from py_scheduler.interfaces.trinity.engine import TrinityEngine
     from py_scheduler.interfaces.trinity.mirrors import RunningTaskState, TaskWrapper
-    from py_scheduler.interfaces.trinity.runners.wrapper import RunnerWrapper
+    from py_scheduler.interfaces.trinity.wrapper import RunnerWrapper
     from py_scheduler.scheduler.ledger.records import SubmissionRecord, SubTaskRecord
 
 logger = logging.getLogger(__name__)
@@ -31,18 +31,19 @@ PendingSubTask = tuple["TaskWrapper", int, int]
 """A task, how many of its runs, and the id of the first of them."""
 
 
-class SchedulerViews:
+class TrinityViews:
     """The read-only half of a Scheduler."""
 
     status_class: type[Any]
-    _local: LocalEngine
+    _local: TrinityEngine
 
     # Runners
 
     @property
     def runners(self) -> dict[int, RunnerWrapper]:
         """By id, those that are being replaced included."""
-        return dict(self._local.runners.runners)
+        # The pool knows them as PooledRunners; those of a Scheduler are made by its `runner_class`.
+        return cast("dict[int, RunnerWrapper]", dict(self._local.runners.runners))
 
     @property
     def busy_runners(self) -> dict[int, RunningTaskState]:

@@ -32,7 +32,7 @@ _STATE_SECONDS = 1.0
 
 
 class WorkflowSaid(msgspec.Struct, frozen=True, kw_only=True):
-    """A status and its experiences. unfit_because: see `protocols.Runner`."""
+    """A status and its experiences. unfit_because: see `protocols.TrinityRunner`."""
 
     completed_runs: int
     total_runs: int

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from py_scheduler.execution.workers import Worker
     from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
     from py_scheduler.interfaces.trinity.protocols import RunStatus
-    from py_scheduler.interfaces.trinity.runners.wrapper import RunnerWrapper
+    from py_scheduler.interfaces.trinity.runners.pooled import PooledRunner
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def _node_of(runner_id: int) -> NodeResource:
     )
 
 
-class RunnerPool:
+class TrinityRunnerPool:
     """Implements `execution.runner.Runners` over RunnerWrappers. `task_of` finds what an attempt is to play.
 
     on_room: to be told when a runner can take work again.
@@ -71,7 +71,7 @@ class RunnerPool:
 
     def __init__(self, task_of: Callable[[Task], TaskWrapper], on_room: Callable[[], None]) -> None:
         self.placement = PlacementPool([])
-        self.runners: dict[int, RunnerWrapper] = {}
+        self.runners: dict[int, PooledRunner] = {}
         self.busy: dict[int, RunningTaskState] = {}
         self._playing: dict[int, TrinityRunnerHandle] = {}
         self._task_of = task_of
@@ -86,7 +86,7 @@ class RunnerPool:
 
     # Runners come and go
 
-    def join(self, runner: RunnerWrapper) -> None:
+    def join(self, runner: PooledRunner) -> None:
         """Lets a prepared runner take work."""
         node = _node_of(runner.runner_id)
         self.runners[runner.runner_id] = runner
@@ -99,13 +99,13 @@ class RunnerPool:
             self.placement.add_node(node)
         self._on_room()
 
-    def leave(self, runner: RunnerWrapper) -> None:
+    def leave(self, runner: PooledRunner) -> None:
         """Gives the runner no more work; what it is at goes on."""
         if runner.runner_id in self._alive:
             self._alive.discard(runner.runner_id)
             self.placement.remove_node(_node_of(runner.runner_id).node_ip)
 
-    def replace(self, runner: RunnerWrapper, why: str) -> None:
+    def replace(self, runner: PooledRunner, why: str) -> None:
         """Ends the runner; another one takes its place once it is prepared, however often that has to be tried."""
         self.leave(runner)
         if runner.runner_id not in self.runners or runner.runner_id in self._replacing:
@@ -116,7 +116,7 @@ class RunnerPool:
         task = asyncio.get_running_loop().create_task(self._replace(runner), name=f"replace runner {runner.runner_id}")
         self._replacing[runner.runner_id] = task
 
-    async def _replace(self, runner: RunnerWrapper) -> None:
+    async def _replace(self, runner: PooledRunner) -> None:
         for failures in itertools.count(1):
             try:
                 await runner.restart_runner()
@@ -134,7 +134,7 @@ class RunnerPool:
         self._replacing.pop(runner.runner_id, None)
         self.join(runner)
 
-    async def release(self, runner: RunnerWrapper) -> None:
+    async def release(self, runner: PooledRunner) -> None:
         """Lets a runner go as it is, alive; one that is being replaced, when that is done."""
         if (replacing := self._replacing.get(runner.runner_id)) is not None:
             await asyncio.wait([replacing])
@@ -192,7 +192,7 @@ class RunnerPool:
     def views(self) -> list[RunnerView]:
         return [self._view(runner) for _, runner in sorted(self.runners.items())]
 
-    def _view(self, runner: RunnerWrapper) -> RunnerView:
+    def _view(self, runner: PooledRunner) -> RunnerView:
         runner_id = runner.runner_id
         state = RunnerState.IDLE if runner_id in self._alive else RunnerState.STARTING
         if runner_id in self.busy:
@@ -233,7 +233,7 @@ class TrinityRunnerHandle:
 
     __slots__ = ("_killed", "_pool", "_runner")
 
-    def __init__(self, pool: RunnerPool, runner: RunnerWrapper) -> None:
+    def __init__(self, pool: TrinityRunnerPool, runner: PooledRunner) -> None:
         self._pool = pool
         self._runner = runner
         self._killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()

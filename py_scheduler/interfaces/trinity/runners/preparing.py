@@ -12,8 +12,8 @@ from py_scheduler.errors import RunnerStartError, first_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from py_scheduler.interfaces.trinity.protocols import ExplorerConfig
-    from py_scheduler.interfaces.trinity.runners.wrapper import RunnerWrapper
+    from py_scheduler.interfaces.trinity.protocols import TrinityExplorerConfig
+    from py_scheduler.interfaces.trinity.runners.pooled import PooledRunner
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +22,11 @@ _LONGEST_WAIT_SECONDS = 30.0
 
 
 async def prepared_runners(
-    make: Callable[[int], RunnerWrapper], runner_ids: Iterable[int], explorer: ExplorerConfig
-) -> list[RunnerWrapper]:
+    make: Callable[[int], PooledRunner], runner_ids: Iterable[int], explorer: TrinityExplorerConfig
+) -> list[PooledRunner]:
     """In the order of the ids. Raises RunnerStartError; then no runner is left."""
     limit = asyncio.Semaphore(explorer.runner_prepare_concurrency)
-    made: list[RunnerWrapper] = []
+    made: list[PooledRunner] = []
 
     async def prepare(runner_id: int) -> None:
         async with limit:
@@ -50,7 +50,7 @@ def wait_seconds(failures: int) -> float:
     return backoff_seconds(failures, _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS)
 
 
-async def end_all(runners: Iterable[RunnerWrapper]) -> None:
+async def end_all(runners: Iterable[PooledRunner]) -> None:
     """Whatever they are at."""
     for runner in runners:
         runner.kill()
@@ -58,9 +58,9 @@ async def end_all(runners: Iterable[RunnerWrapper]) -> None:
 
 
 async def _prepare(
-    runner_id: int, make: Callable[[int], RunnerWrapper], max_retries: int, made: list[RunnerWrapper]
+    runner_id: int, make: Callable[[int], PooledRunner], max_retries: int, made: list[PooledRunner]
 ) -> None:
-    runner: RunnerWrapper | None = None
+    runner: PooledRunner | None = None
     for failures in range(1, max_retries + 2):
         try:
             if runner is None:

@@ -1,7 +1,7 @@
 """A runner that is a process of its own: what a workflow blocks or exits there is that process alone.
 
 Invariants
-  1. A child plays for one ProcessRunner, from `prepare` to `kill`; it is killed with all that it has started.
+  1. A child plays for one TrinityProcessRunner, from `prepare` to `kill`; it is killed with all that it has started.
   2. Tasks go there pickled, and nothing comes back so: a child's words are decoded as strictly as any other input.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.evaluator import Episode
     from py_scheduler.domain.runners.runner import ChildHost
-    from py_scheduler.interfaces.trinity.protocols import Config
+    from py_scheduler.interfaces.trinity.protocols import TrinityConfig
 
 _ALIVE_SECONDS = 30.0
 """How long an idle child may take to say that it is alive."""
@@ -38,7 +38,7 @@ _END_SECONDS = 5.0
 _HANDLER = f"{WorkflowAgent.__module__}:{WorkflowAgent.__qualname__}"
 
 
-def is_of_processes(config: Config) -> bool:
+def is_of_processes(config: TrinityConfig) -> bool:
     """Whether its runners are processes, if its kind of configuration has such a choice."""
     return bool(getattr(config.explorer, "runner", "inline") == "process")
 
@@ -52,13 +52,13 @@ def pickled(value: object, field: str) -> bytes:
         raise InvalidArgumentError(reason, field) from error
 
 
-class ProcessRunner:
-    """Implements `protocols.Runner` by a child process."""
+class TrinityProcessRunner:
+    """Implements `protocols.TrinityRunner` by a child process."""
 
     def __init__(
         self,
         host: ChildHost,
-        config: Config,
+        config: TrinityConfig,
         rollout_model_id: int,
         auxiliary_model_ids: Sequence[int],
         runner_id: int,

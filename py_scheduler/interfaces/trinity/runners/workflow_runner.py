@@ -19,7 +19,7 @@ from py_scheduler.domain.values.metrics import RUN_SECONDS, plain_metrics, task_
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from py_scheduler.interfaces.trinity.protocols import Config
+    from py_scheduler.interfaces.trinity.protocols import TrinityConfig
     from py_scheduler.interfaces.trinity.workflows import Experience, Task, Workflow
 
 
@@ -49,11 +49,11 @@ class _Run(msgspec.Struct):
 class WorkflowRunner:
     """Lives in the loop of its scheduler: async workflows run there, others in threads.
 
-    A thread cannot be stopped: one that outlives its task makes the runner unfit. Implements `protocols.Runner`.
+    A thread cannot be stopped: one that outlives its task makes the runner unfit. Implements `protocols.TrinityRunner`.
     """
 
     def __init__(
-        self, config: Config, rollout_model_id: int, auxiliary_model_ids: Sequence[int] = (), runner_id: int = 0
+        self, config: TrinityConfig, rollout_model_id: int, auxiliary_model_ids: Sequence[int] = (), runner_id: int = 0
     ) -> None:
         self.runner_id = runner_id
         self._explorer: Any = config.explorer

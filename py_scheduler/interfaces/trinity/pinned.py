@@ -12,19 +12,19 @@ from py_scheduler.domain.requests import AbortRequest, SubmissionSelector
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, TaskConfig
 from py_scheduler.domain.values.metrics import TASK_SECONDS
 from py_scheduler.errors import FailedPreconditionError
-from py_scheduler.interfaces.trinity.local_engine import PINNED, LocalEngine, fresh_id, pinned_to
+from py_scheduler.interfaces.trinity.engine import PINNED, TrinityEngine, fresh_id, pinned_to
 
 if TYPE_CHECKING:
     from py_scheduler.domain.collecting import TaskResult
     from py_scheduler.domain.requests import SubmitRequest
     from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
     from py_scheduler.interfaces.trinity.protocols import RunStatus
-    from py_scheduler.interfaces.trinity.runners.wrapper import RunnerWrapper
+    from py_scheduler.interfaces.trinity.runners.pooled import PooledRunner
 
 
 async def run_once(
-    local: LocalEngine,
-    runner: RunnerWrapper,
+    local: TrinityEngine,
+    runner: PooledRunner,
     task: TaskWrapper,
     repeat_times: int,
     run_id_base: int,
@@ -55,7 +55,7 @@ async def run_once(
 
 
 async def run_alone(
-    runner: RunnerWrapper,
+    runner: PooledRunner,
     task: TaskWrapper,
     repeat_times: int,
     run_id_base: int,
@@ -63,7 +63,7 @@ async def run_alone(
     collect_partial_runs: bool,
 ) -> tuple[RunStatus, bytes, float]:
     """`run_once` for a prepared runner that belongs to no scheduler."""
-    local = LocalEngine(runner.config, [runner.runner_id])
+    local = TrinityEngine(runner.config, [runner.runner_id])
     await local.open()
     try:
         local.runners.join(runner)
@@ -73,7 +73,7 @@ async def run_alone(
         await local.close()
 
 
-async def _result_of(local: LocalEngine, request: SubmitRequest) -> TaskResult:
+async def _result_of(local: TrinityEngine, request: SubmitRequest) -> TaskResult:
     """Of the request's one task, which is stopped when its caller gives it up."""
     (task,) = request.tasks
     try:

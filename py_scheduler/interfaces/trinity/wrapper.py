@@ -11,18 +11,19 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from py_scheduler.interfaces.trinity.local_engine import process_host
-from py_scheduler.interfaces.trinity.runners.pinned import run_alone
-from py_scheduler.interfaces.trinity.runners.process import ProcessRunner, is_of_processes
+from py_scheduler.interfaces.trinity.engine import process_host
+from py_scheduler.interfaces.trinity.pinned import run_alone
+from py_scheduler.interfaces.trinity.runners.process import TrinityProcessRunner, is_of_processes
 from py_scheduler.interfaces.trinity.runners.workflow_runner import Status, WorkflowRunner
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
-    from py_scheduler.interfaces.trinity.protocols import Config, Runner, RunStatus
+    from py_scheduler.interfaces.trinity.protocols import RunStatus, TrinityConfig, TrinityRunner
+    from py_scheduler.interfaces.trinity.runners.pooled import PooledRunner
 
-    RunOnce = Callable[["RunnerWrapper", TaskWrapper, int, int, float, bool], Awaitable[tuple[RunStatus, bytes, float]]]
+    RunOnce = Callable[[PooledRunner, TaskWrapper, int, int, float, bool], Awaitable[tuple[RunStatus, bytes, float]]]
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +31,14 @@ logger = logging.getLogger(__name__)
 class RunnerWrapper:
     """One of a scheduler's runners. `state`: what `update_state` last heard of it.
 
-    Another kind of runner is a subclass whose `_create_runner` makes it (`protocols.Runner`). status_class: of what
-    `run_with_retry` returns.
+    Another kind of runner is a subclass whose `_create_runner` makes it (`protocols.TrinityRunner`).
+    status_class: of what `run_with_retry` returns.
     """
 
     status_class: type[Any] = Status
 
     def __init__(
-        self, runner_id: int, rollout_model_id: int, auxiliary_model_ids: Sequence[int], config: Config
+        self, runner_id: int, rollout_model_id: int, auxiliary_model_ids: Sequence[int], config: TrinityConfig
     ) -> None:
         self.runner_id = runner_id
         self.rollout_model_id = rollout_model_id
@@ -46,12 +47,12 @@ class RunnerWrapper:
         self.state: dict[str, Any] = {}
         self.run_once: RunOnce | None = None
         """Of the scheduler that this runner belongs to: submits one sub-task that only this runner may play."""
-        self.runner: Runner = self._create_runner()
+        self.runner: TrinityRunner = self._create_runner()
 
-    def _create_runner(self) -> Runner:
+    def _create_runner(self) -> TrinityRunner:
         made_of = (self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
         if is_of_processes(self.config):
-            return ProcessRunner(process_host(), *made_of)
+            return TrinityProcessRunner(process_host(), *made_of)
         return WorkflowRunner(*made_of)
 
     async def update_state(self) -> None:

@@ -24,7 +24,7 @@ from py_scheduler.domain.requests import Delivery, SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import SchedulerError
 from py_scheduler.execution.held_open import HeldOpen
-from py_scheduler.interfaces.trinity.runners.pool import RUN_ID_BASE, RunnerPool, slot_on
+from py_scheduler.interfaces.trinity.runners.pool import RUN_ID_BASE, TrinityRunnerPool, slot_on
 from py_scheduler.scheduler.engine import Engine
 from py_scheduler.scheduler.intake import check_request
 from py_scheduler.scheduler.ledger.dynamic_timeout import DynamicTimeoutSettings
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.runners.runner import ChildHost
     from py_scheduler.domain.task import BatchId
     from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
-    from py_scheduler.interfaces.trinity.protocols import Config
+    from py_scheduler.interfaces.trinity.protocols import TrinityConfig
     from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
 
 _WORKFLOW = "workflow"
@@ -47,7 +47,7 @@ _RETAINED_BYTES = 1 << 20
 """Nobody watches this engine: what was collected need not stay in its journal."""
 
 
-def default_timeout(config: Config) -> float:
+def default_timeout(config: TrinityConfig) -> float:
     """Seconds: what all tries at a sub-task may take together."""
     return config.explorer.max_timeout * (config.explorer.max_retry_times + 1)
 
@@ -57,15 +57,15 @@ def process_host() -> ChildHost:
     return ProcessHost()
 
 
-class LocalEngine:
+class TrinityEngine:
     """The engine, its runners, and the tasks that they play. `wrappers`: by client key, until they are forgotten."""
 
-    def __init__(self, config: Config, runner_ids: Iterable[int], stop_grace_seconds: float = 5.0) -> None:
+    def __init__(self, config: TrinityConfig, runner_ids: Iterable[int], stop_grace_seconds: float = 5.0) -> None:
         self._config = config
         self.wrappers: dict[str, TaskWrapper] = {}
         self._keys = itertools.count()
         self._keys_of: dict[BatchId, set[str]] = {}
-        self.runners = RunnerPool(lambda task: self.wrappers[task.client_key], self._on_room)
+        self.runners = TrinityRunnerPool(lambda task: self.wrappers[task.client_key], self._on_room)
         specs = [_spec(_WORKFLOW, None), *(_spec(pinned_to(runner_id), runner_id) for runner_id in runner_ids)]
         self.engine = Engine(
             specs=specs,
@@ -210,7 +210,7 @@ class LocalEngine:
         return reply
 
 
-def _settings(config: Config, stop_grace_seconds: float) -> EngineSettings:
+def _settings(config: TrinityConfig, stop_grace_seconds: float) -> EngineSettings:
     explorer = config.explorer
     dynamic = explorer.dynamic_timeout
     return EngineSettings(
