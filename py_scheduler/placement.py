@@ -37,6 +37,7 @@ __all__ = [
     "check_deadlock",
     "load_cluster_layout",
     "load_pool",
+    "short_words",
     "tokens_in_budget",
 ]
 
@@ -112,6 +113,11 @@ def check_deadlock(
             f"spec's budget or batch size smaller"
         )
     return needed
+
+
+def short_words(explanation: Explanation) -> str:
+    """What is short where, for messages: `gpu on 2 nodes, label zone=a on 1 node`; empty when nothing is."""
+    return ", ".join(f"{what} on {nodes} {'node' if nodes == 1 else 'nodes'}" for what, nodes in explanation.shortages)
 
 
 def _read(text_or_path: str | Path) -> str:

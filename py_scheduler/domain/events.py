@@ -45,6 +45,7 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_l
 
     group_scored: the task types among them whose handler scores all samples of a task together before its TaskDone.
     is_collected: whether their results are kept until they are collected. moment: from which their deadlines count.
+    warnings: what the call was told beside the ids, for the same call sent again.
     """
 
     submission_id: str
@@ -58,6 +59,7 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_l
     group_scored: frozenset[str] = frozenset()
     is_collected: bool = False
     moment: Moment | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @final

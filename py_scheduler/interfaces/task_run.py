@@ -64,6 +64,9 @@ class RunTerms(msgspec.Struct, frozen=True, kw_only=True):
     max_open_samples: int
     iteration: IterationContext | None = None
 
+    def request_id(self, window_no: int) -> str:
+        return f"{self.request_prefix}/{window_no}"
+
 
 class Trace:
     """Where the events of a step are: for those who follow it in the event log while it runs.
@@ -91,14 +94,15 @@ class Trace:
 
 
 def windows_of(
-    tasks: Iterable[Task], form: Callable[[list[Task]], list[Batch]], guard: Callable[[Iterable[Batch]], None]
+    tasks: Iterable[Task], form: Callable[[list[Task]], list[Batch]], guard: Callable[[Iterable[Batch]], None] | None
 ) -> Iterator[list[Batch]]:
-    """Batches by the window. Tasks in a sequence are batched all at once, and guarded before the first window; of
-    those that an iterator makes, each window is batched by itself. Raises what `guard` raises.
+    """Batches by the window. Tasks in a sequence are batched all at once, and guarded before the first window (guard
+    None: not at all); of those that an iterator makes, each window is batched by itself. Raises what `guard` raises.
     """
     if isinstance(tasks, Sequence):
         batches = form(list(tasks))
-        guard(batches)
+        if guard is not None:
+            guard(batches)
         return _chunks(batches, _samples_of)
     return (form(chunk) for chunk in _chunks(tasks, _planned))
 
@@ -215,7 +219,7 @@ class TaskRun:
     async def _submit(self, number: int, batches: list[Batch]) -> SubmitReply:
         terms = self._terms
         tasks = tuple(chain.from_iterable(batch.tasks for batch in batches))
-        request_id = f"{terms.request_prefix}/{number}"
+        request_id = terms.request_id(number)
         request = SubmitRequest(request_id=request_id, key=terms.key, tasks=tasks, iteration=terms.iteration)
         try:
             reply = await self._engine.submit(request, batches)

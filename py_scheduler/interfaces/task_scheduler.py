@@ -164,7 +164,9 @@ class TaskScheduler:
             max_open_samples=self._max_open_samples(),
             iteration=iteration,
         )
-        windows = windows_of(tasks, self.batch, self.engine.guard)
+        # What was begun before a restart goes on, also where fewer nodes are left: its windows were guarded then.
+        was_begun = self.engine.has_taken_in(self.namespace, terms.request_id(0))
+        windows = windows_of(tasks, self.batch, None if was_begun else self.engine.guard)
         run = TaskRun(self.engine, windows, terms, trace, may_abort=lambda: not self.leaves_tasks)
         async with aclosing(run.groups()) as groups:
             async for group in groups:

@@ -43,7 +43,7 @@ from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.collector import Collector
 from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attempts
 from py_scheduler.scheduler.leases.manager import LeaseManager, node_view
-from py_scheduler.scheduler.ledger.commands import AcceptTasks, ResumeTraining
+from py_scheduler.scheduler.ledger.commands import AcceptTasks, RefuseAttempt, ResumeTraining
 from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.ledger.ledger import Ledger
 from py_scheduler.scheduler.log.checkpoints import Checkpoints
@@ -53,7 +53,7 @@ from py_scheduler.scheduler.log.recorder import Recorder
 from py_scheduler.scheduler.queue.admission import Admission
 from py_scheduler.scheduler.queue.quotas import IntakeLimits, Quotas
 from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
-from py_scheduler.scheduler.restore import collector_at_rest, open_batches, restore, unscored_groups
+from py_scheduler.scheduler.restore import collector_at_rest, open_batches, queued_attempts, restore, unscored_groups
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.stops import Stops
 from py_scheduler.scheduler.supervisor import Supervisor
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.events import AttemptRef
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock, GenerationBackend, Journal
     from py_scheduler.domain.quotas import NamespaceSettings, Quota
@@ -111,7 +112,9 @@ class Engine:
         self._ledger = Ledger(settings.retained_submissions, settings.staleness)
         self._event_log = EventLog(journal, settings.retained_events, settings.retained_bytes)
         self._gate = StalenessGate(self._ledger, settings.staleness) if settings.staleness else None
-        self._recorder = Recorder(self._ledger, self._event_log, self._gate)
+        self._recorder = Recorder(self._ledger, self._event_log)
+        if self._gate is not None:
+            self._recorder.event_listeners.append(self._gate.apply)
         self._checkpoints = Checkpoints(journal, self._ledger, self._event_log)
         self._workdirs = Workdirs(settings.workdir_root)
         weights = RecordedWeights(self._recorder, self._event_log, clock)
@@ -210,14 +213,26 @@ class Engine:
         Raises InvalidArgumentError, UnplaceableError, AlreadyExistsError, ResourceExhaustedError,
         FailedPreconditionError.
         """
+        digest, namespace = request_digest(request), request.key.namespace
+        # Before anything else: a call that was answered once is answered so again, whatever has room here by now.
+        if self._ledger.requests.repeated(namespace, request.request_id, digest) is None:
+            self._take_in(request, digest, batches)
+        answered = self._ledger.requests.find(namespace, request.request_id)
+        assert answered is not None
+        return SubmitReply(
+            submission_id=answered.submission_id,
+            task_ids=answered.task_ids,
+            warnings=answered.warnings,
+            before_sequence=answered.before_sequence,
+        )
+
+    def _take_in(self, request: SubmitRequest, digest: bytes, batches: Sequence[Batch] | None) -> None:
         plan = self._intake.plan(request, batches)
-        digest = request_digest(request)
+        self._event_log.check_writable()
+        if self._admission.is_stopped:
+            raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
         key, keeps_results = request.key, request.delivery is Delivery.COLLECT
-        if self._ledger.requests.find(key.namespace, request.request_id) is None:
-            self._event_log.check_writable()
-            if self._admission.is_stopped:
-                raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
-            self._limits.check(request.tasks, key.namespace, keeps_results=keeps_results)
+        self._limits.check(request.tasks, key.namespace, keeps_results=keeps_results)
         accept = AcceptTasks(
             request.request_id,
             digest,
@@ -229,6 +244,7 @@ class Engine:
             plan.group_scored,
             keeps_results,
             Moment(self._clock.boot_id, self._clock.monotonic()),
+            plan.warnings,
         )
         for event in self._recorder.record(accept, key.namespace):
             if type(event) is TasksAccepted:
@@ -236,17 +252,27 @@ class Engine:
                 self._stops.arm_deadlines(records)
                 for spec, attempts in waiting_attempts(plan, records, self._clock.monotonic()):
                     self._admission.enqueue(spec, attempts)
-        answered = self._ledger.requests.find(key.namespace, request.request_id)
-        assert answered is not None
-        return SubmitReply(
-            submission_id=answered.submission_id,
-            task_ids=answered.task_ids,
-            warnings=plan.warnings,
-            before_sequence=answered.before_sequence,
-        )
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
-        self._admission.requeue(spec, attempts)
+        if reason := self._intake.why_never(spec):
+            self._refuse(spec, [attempt.ref for attempt in attempts], reason)
+        else:
+            self._admission.requeue(spec, attempts)
+
+    def _refuse(self, spec: EvaluatorSpec, refs: Iterable[AttemptRef], reason: str) -> None:
+        """Ends attempts that wait for room that will never be there."""
+        for ref in refs:
+            record = self._ledger.open_task(ref.task_id)
+            self._recorder.record(RefuseAttempt(ref, reason, self._clock.unix_time()), record.submission.key.namespace)
+            if record.awaits_group_score and self._ledger.task(ref.task_id) is not None:
+                self._supervisor.groups.score(record, spec)
+
+    def _refuse_what_fits_never(self) -> None:
+        for spec in self.specs.values():
+            if reason := self._intake.why_never(spec):
+                logger.warning("%s", reason)
+                self._refuse(spec, queued_attempts(self._ledger, self._intake, spec), reason)
+                self._admission.attempts_were_ended()
 
     def _permit_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
         self._admission.permit_returned(spec, namespace, taken_at)
@@ -266,7 +292,11 @@ class Engine:
     def nodes_have_changed(self) -> None:
         """To be told after nodes of the pool were added, resumed or removed: what waits may fit now, and what is held
         is another share of all room.
+
+        Without `has_fixed_nodes` what fits no more waits, since nodes may come back. With it a batch wants no more than
+        the nodes that are left could hold; what waits and of which they could not hold one sample ends FAILED.
         """
+        self._refuse_what_fits_never()
         self._admission.nodes_changed()
 
     def limit_namespaces(self, quotas: Mapping[str, Quota]) -> None:
@@ -350,6 +380,10 @@ class Engine:
     def guard(self, batches: Iterable[Batch]) -> None:
         """The deadlock guard, for batches that are still to be submitted. Raises UnplaceableError."""
         self._intake.guard(batches)
+
+    def has_taken_in(self, namespace: str, request_id: str) -> bool:
+        """Whether a submit under this id was answered: sent again it is answered so again, whatever has room now."""
+        return self._ledger.requests.find(namespace, request_id) is not None
 
     @property
     def store_epoch(self) -> bytes:

@@ -25,7 +25,7 @@ from py_scheduler.domain.limits import (
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import FieldViolation, InvalidArgumentError, SchedulerError
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.placement import check_deadlock
+from py_scheduler.placement import check_deadlock, short_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.ledger.records import TaskRecord
 
 logger = logging.getLogger(__name__)
+
+_encode_sorted = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -107,6 +109,20 @@ class Intake:
     def spec_of(self, task: Task) -> EvaluatorSpec:
         """The evaluator that runs a task."""
         return self._specs.get(task.config.task_type, self._fallback)
+
+    def why_never(self, spec: EvaluatorSpec) -> str:
+        """Why no sample of this evaluator can ever run, with the way out; empty when one can, and where nodes come and
+        go.
+        """
+        if self._pool is None or self._pool.max_tokens_for(spec.sample_resource):
+            return ""
+        if any(node.phase == "draining" for node in self._pool.nodes()):
+            return ""  # It may be resumed.
+        short = short_words(self._pool.explain(spec.sample_resource, 1)) or "nodes, there are none"
+        return (
+            f"no node that is left can hold a sample of evaluator {spec.evaluator_id!r} (short of {short}): add a node "
+            "that can or lower what its samples hold, restart the server, and submit the task again"
+        )
 
     def _resolve(self, task_type: str, warnings: dict[str, None]) -> EvaluatorSpec:
         spec = self._specs.get(task_type)
@@ -192,10 +208,13 @@ def check_request(request: SubmitRequest) -> None:
 
 
 def request_digest(request: SubmitRequest) -> bytes:
-    """What the same request has in common with itself when it is sent again."""
+    """What the same request has in common with itself when it is sent again.
+
+    The order of the keys of a JSON object says nothing: {"a": 1, "b": 2} and {"b": 2, "a": 1} are the same metadata.
+    """
     try:
         said = (request.key.namespace, request.key.batch_id, request.tasks, request.iteration, request.delivery)
-        content = msgspec.msgpack.encode(said)
+        content = _encode_sorted(said)
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
         reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
         raise InvalidArgumentError(reason, "tasks[].metadata") from error

@@ -27,6 +27,7 @@ from py_scheduler.scheduler.ledger.commands import (
     EndAttempt,
     InterruptAttempt,
     LeaseAttempts,
+    RefuseAttempt,
     ScoreGroup,
     StartAttempt,
     StopTasks,
@@ -192,6 +193,18 @@ class LedgerAndModel(RuleBasedStateMachine):
             assert events == []
             return
         self._ended(task, sub, state, may_retry=confirmed)
+        self._same(events, ref, task)
+
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        """No node can hold it: only what waits is ended, whatever retries are left."""
+        ref, task, sub, is_live = self._any_attempt(data)
+        events = self.tell(RefuseAttempt(ref, "no node", 3.0))
+        if not is_live or sub.state == "running":
+            assert events == []
+            return
+        self._ended(task, sub, AttemptState.FAILED, may_retry=False)
         self._same(events, ref, task)
 
     def _ended(self, task: ModelTask, sub: Sub, state: AttemptState, *, may_retry: bool, counted: bool = True) -> None:

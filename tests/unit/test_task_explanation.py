@@ -47,7 +47,12 @@ def waits(queue: ReadyQueue, task_id: str, pool: PlacementPool | None, ended: st
     submission = SimpleNamespace(key=SubmissionKey("7/eval"))
     ledger = SimpleNamespace(submission=lambda _: submission, is_waiting=lambda ref: ref.task_id != ended)
     explainer = TaskExplainer(
-        queue, pool, cast("Ledger", ledger), now=10.0, max_permits=5, reason_of=lambda _, ahead: f"{ahead.in_all} ahead"
+        queue,
+        pool,
+        cast("Ledger", ledger),
+        now=10.0,
+        most_tokens=lambda _: 5,
+        reason_of=lambda _, ahead: f"{ahead.in_all} ahead",
     )
     return explainer.waits_of("s", task_id)
 

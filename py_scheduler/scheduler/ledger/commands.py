@@ -17,7 +17,7 @@ class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
     """Takes tasks in. `fresh_submission_id` is used when the key has no submission yet.
 
     group_scored: the task types whose handler scores groups. is_collected: whether their results are kept until they
-    are collected.
+    are collected. warnings: what the call is told beside the ids.
     """
 
     request_id: str
@@ -30,6 +30,7 @@ class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
     group_scored: frozenset[str] = frozenset()
     is_collected: bool = False
     moment: Moment | None = None
+    warnings: tuple[str, ...] = ()
 
 
 class LeaseAttempts(msgspec.Struct, frozen=True, gc=False):
@@ -74,6 +75,14 @@ class ScoreGroup(msgspec.Struct, frozen=True, gc=False):
     rewards: tuple[Reward, ...]
     error: str
     solve_threshold: float
+    unix_seconds: float
+
+
+class RefuseAttempt(msgspec.Struct, frozen=True, gc=False):
+    """An attempt that waits can never start: it ends FAILED, whatever retries its task has left."""
+
+    ref: AttemptRef
+    reason: str
     unix_seconds: float
 
 
@@ -157,6 +166,7 @@ Command = (
     | StartAttempt
     | EndAttempt
     | ScoreGroup
+    | RefuseAttempt
     | InterruptAttempt
     | StopTasks
     | CollectResults

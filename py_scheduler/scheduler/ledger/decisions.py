@@ -36,20 +36,19 @@ from py_scheduler.scheduler.ledger.commands import (
     EndAttempt,
     InterruptAttempt,
     LeaseAttempts,
+    RefuseAttempt,
     ResumeTraining,
     ScoreGroup,
     StartAttempt,
     StopTasks,
 )
 from py_scheduler.scheduler.ledger.endings import (
+    end_for_good,
     end_waiting,
     ended,
-    final_samples,
     group_done,
     may_refill,
     may_retry,
-    succeeded_among,
-    task_done,
 )
 from py_scheduler.scheduler.ledger.records import LIVE, WAITING, SubmissionRecord, task_id_of
 
@@ -75,6 +74,7 @@ class Decisions:
             StartAttempt: self._start,
             EndAttempt: self._end,
             ScoreGroup: self._score,
+            RefuseAttempt: self._refuse,
             InterruptAttempt: self._interrupt,
             ChangeWeights: self._change_weights,
             ResumeTraining: self._resume,
@@ -110,6 +110,7 @@ class Decisions:
                 group_scored=command.group_scored,
                 is_collected=command.is_collected,
                 moment=command.moment,
+                warnings=command.warnings,
             )
         ]
 
@@ -148,13 +149,14 @@ class Decisions:
                 return [ended(task, command, (), ref.attempt_no + 1)]
         if state is _LOST and subtask.losses:
             command = _quarantined(command, subtask.losses + 1)
-        samples = final_samples(task, subtask, command)
-        events: list[Event] = [ended(task, command, samples, 0)]
-        if task.open_subtasks == 1:
-            succeeded = succeeded_among(task, state, samples)
-            if task.group_samples is None or task.stop_cause is not None or not task.succeeded_samples + succeeded:
-                events.append(task_done(task, samples, succeeded, command.message, command.unix_seconds))
-        return events
+        return end_for_good(task, subtask, command)
+
+    def _refuse(self, command: RefuseAttempt) -> list[Event]:
+        task = self._state.task_at(command.ref, WAITING)
+        if task is None:
+            return []
+        end = EndAttempt(command.ref, AttemptState.FAILED, (), command.reason, command.unix_seconds)
+        return end_for_good(task, task.subtasks[command.ref.subtask_no], end)
 
     def _score(self, command: ScoreGroup) -> list[Event]:
         task = self._state.task(command.task_id)

@@ -131,6 +131,17 @@ def ended(
     )
 
 
+def end_for_good(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> list[Event]:
+    """The end of a SubTask that is not tried again, and of its task if nothing else of that is open."""
+    samples = final_samples(task, subtask, command)
+    events: list[Event] = [ended(task, command, samples, 0)]
+    if task.open_subtasks == 1:
+        succeeded = succeeded_among(task, command.state, samples)
+        if task.group_samples is None or task.stop_cause is not None or not task.succeeded_samples + succeeded:
+            events.append(task_done(task, samples, succeeded, command.message, command.unix_seconds))
+    return events
+
+
 def end_waiting(task: TaskRecord, command: StopTasks) -> Iterator[Event]:
     """Ends what has not started; what runs is ended by the report of its stop."""
     state = command.cause.attempt_state

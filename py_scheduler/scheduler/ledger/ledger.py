@@ -145,6 +145,7 @@ class Ledger(LedgerState):
             submission.next_task_no,
             len(event.tasks),
             self.last_sequence,
+            warnings=event.warnings,
         )
         self.requests.remember(submission, event.request_id, request)
         submission.next_task_no += len(event.tasks)

@@ -197,6 +197,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     task_count: int
     before_sequence: int
     stopped_tasks: int = 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def task_ids(self) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.ledger.commands import Command
     from py_scheduler.scheduler.ledger.ledger import Ledger
     from py_scheduler.scheduler.log.event_log import EventLog
-    from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +30,13 @@ _TOLD = frozenset({TaskDone, TasksAccepted, ResultsCollected, ResultsDiscarded})
 
 
 class Recorder:
-    """Turns commands into facts. All of a command's events are applied together, in one turn of the loop.
+    """Turns commands into facts. All of a command's events are applied together, in one turn of the loop."""
 
-    gate: is told of each as well, when there is one.
-    """
-
-    def __init__(self, ledger: Ledger, event_log: EventLog, gate: StalenessGate | None = None) -> None:
+    def __init__(self, ledger: Ledger, event_log: EventLog) -> None:
         self.ledger = ledger
         self._event_log = event_log
-        self._gate = gate
+        self.event_listeners: list[Callable[[Event, str], None]] = []
+        """Whoever is to be told of each event and its namespace, right after the ledger has applied it."""
         self.listeners: dict[str, list[Callable[[], None]]] = {}
         """By submission: whoever is to be called when its tasks or results become more or fewer."""
 
@@ -49,8 +46,8 @@ class Recorder:
         events = ledger.decide(command)
         for event in events:
             ledger.apply(event, namespace)
-            if self._gate is not None:
-                self._gate.apply(event, namespace)
+            for listener in self.event_listeners:
+                listener(event, namespace)
             if type(event) is not AttemptsLeased:
                 self._event_log.append(EventRecord(ledger.last_sequence, namespace, event, approximate_size(event)))
                 if type(event) in _TOLD:

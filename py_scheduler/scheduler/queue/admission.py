@@ -61,6 +61,7 @@ class Admission:
         self._recorder = recorder
         self._clock = clock
         self._max_permits = settings.max_running_samples
+        self._has_fixed_nodes = settings.has_fixed_nodes
         self._launch = launch
         eval_weight = None if settings.eval_weight == "by_batch_id" else settings.eval_weight
         self._quotas = quotas
@@ -82,6 +83,8 @@ class Admission:
         self._may_hold_ended = False
         self._in_budget: dict[str, int] = {}
         """How many tokens the budget of each evaluator holds."""
+        self._most_tokens: dict[str, int] = {}
+        """See `most_tokens`; by evaluator."""
         self._demands: dict[str, Resource] = {}
         """What a sample of each evaluator holds: always the same object, which the pool has converted already."""
         self._gate = gate
@@ -150,6 +153,7 @@ class Admission:
 
     def nodes_changed(self) -> None:
         """Nodes of the pool came or went."""
+        self._most_tokens.clear()
         self._shares.supply_is(supply_of(self._pool, self._max_permits), self._clock.monotonic())
         self.room_returned()
 
@@ -255,8 +259,23 @@ class Admission:
         if count == 1:  # Most batches; whatever the limits are, they let one run.
             return 1
         quota = self._quotas.of(entry.flow[0]).max_running_samples
-        limit = self._max_permits if quota is None else min(self._max_permits, quota)
-        return min(count, limit, self._tokens_in_budget(entry.spec))
+        limit = self.most_tokens(entry.spec)
+        return min(count, limit if quota is None else min(limit, quota), self._tokens_in_budget(entry.spec))
+
+    def most_tokens(self, spec: EvaluatorSpec) -> int:
+        """How many tokens one batch may want, so that it waits neither for more permits than there are nor for nodes
+        that never come.
+
+        16 samples of one GPU each were accepted, and 8 GPUs are left after a restart: the batch starts with 8 tokens,
+        and 8 samples follow on these. Where nodes come and go it waits for all 16 instead.
+        """
+        if self._pool is None or not self._has_fixed_nodes:
+            return self._max_permits
+        count = self._most_tokens.get(spec.evaluator_id)
+        if count is None:
+            on_nodes = max(1, self._pool.max_tokens_for(self._demand_of(spec)))
+            count = self._most_tokens[spec.evaluator_id] = min(on_nodes, self._max_permits)
+        return count
 
     def _tokens_in_budget(self, spec: EvaluatorSpec) -> int:
         count = self._in_budget.get(spec.evaluator_id)

@@ -18,6 +18,7 @@ from py_scheduler.scheduler.queue.service_order import ahead_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import AttemptRef
     from py_scheduler.placement import NodeExplanation, PlacementPool
     from py_scheduler.scheduler.ledger.state import LedgerState
@@ -38,9 +39,9 @@ _FOREMOST_FIRST = (
 class TaskExplainer:
     """Looks at one moment of the queue, and of what is held before it.
 
-    now: monotonic seconds. max_permits: samples that run at once at most. reason_of: why an entry waits, given what is
-    ahead of it. held: the namespace's, in order; why_held: why they are. What has ended since it was queued may still
-    lie in the queue, and is not told.
+    now: monotonic seconds. most_tokens: that one batch of an evaluator may want at once.
+    reason_of: why an entry waits, given what is ahead of it. held: the namespace's, in order; why_held: why they are.
+    What has ended since it was queued may still lie in the queue, and is not told.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class TaskExplainer:
         ledger: LedgerState,
         *,
         now: float,
-        max_permits: int,
+        most_tokens: Callable[[EvaluatorSpec], int],
         reason_of: Callable[[ReadyEntry, Ahead], str],
         held: Sequence[HeldBatch] = (),
         why_held: str = "",
@@ -59,7 +60,7 @@ class TaskExplainer:
         self._pool = pool
         self._ledger = ledger
         self._now = now
-        self._max_permits = max_permits
+        self._most_tokens = most_tokens
         self._reason_of = reason_of
         self._held = held
         self._why_held = why_held
@@ -179,7 +180,8 @@ class TaskExplainer:
     def _tokens_at_once(self, entry: ReadyBatch | HeldBatch, refs: Sequence[AttemptRef]) -> int:
         """What the entry takes of the pool when it is admitted."""
         spec = entry.spec
-        return min(tokens_in_budget(spec.resource, spec.sample_resource), len(refs), self._max_permits)
+        in_budget = tokens_in_budget(spec.resource, spec.sample_resource)
+        return min(in_budget, len(refs), self._most_tokens(spec))
 
 
 def node_shortage(node: NodeExplanation) -> NodeShortageView:

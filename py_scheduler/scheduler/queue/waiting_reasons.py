@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Protocol
 
 from py_scheduler.domain.requests import WaitingBatch
-from py_scheduler.placement import tokens_in_budget
+from py_scheduler.placement import short_words, tokens_in_budget
 from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyLease
 from py_scheduler.scheduler.queue.service_order import Ahead, ahead_of, describe_ahead
 from py_scheduler.scheduler.queue.task_explanation import TaskExplainer
@@ -14,6 +14,7 @@ from py_scheduler.scheduler.queue.task_explanation import TaskExplainer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock
     from py_scheduler.placement import PlacementPool
@@ -36,6 +37,10 @@ class Gatekeeper(Protocol):
 
     def lacks_permits(self, entry: ReadyEntry) -> bool:
         """Whether it needs more permits than are free."""
+        ...
+
+    def most_tokens(self, spec: EvaluatorSpec) -> int:
+        """How many tokens one batch may want at once."""
         ...
 
 
@@ -98,7 +103,7 @@ class WaitingReasons:
             self._pool,
             self._ledger,
             now=self._clock.monotonic(),
-            max_permits=self._max_permits,
+            most_tokens=self._gatekeeper.most_tokens,
             reason_of=self._reason,
             held=[] if self._gate is None else self._gate.held(namespace),
             why_held=self._why_held(namespace),
@@ -133,19 +138,23 @@ class WaitingReasons:
             return f"max_running_samples ({self._max_permits}) are running"
         if self._pool is not None and self._queue.is_blocked(entry):
             stranded = f"; {self._gatekeeper.stranded_tokens} tokens are held by handlers that do not stop"
-            return _why_blocked(self._pool, entry) + (stranded if self._gatekeeper.stranded_tokens else "")
+            return self._why_blocked(self._pool, entry) + (stranded if self._gatekeeper.stranded_tokens else "")
         return ""
 
-
-def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
-    if isinstance(entry, ReadyLease):
-        demand, wanted = entry.per_sample, entry.tokens
-    else:
-        assert isinstance(entry, ReadyBatch)
-        demand = entry.spec.sample_resource
-        wanted = min(tokens_in_budget(entry.spec.resource, demand), len(entry.attempts))
-    if not pool.nodes():
-        return "no node is left in the pool: it waits until one is back"
-    explanation = pool.explain(demand, wanted)
-    short = ", ".join(f"{what} on {nodes} {'node' if nodes == 1 else 'nodes'}" for what, nodes in explanation.shortages)
-    return f"needs {wanted} tokens at once, {explanation.free_tokens} are free; short of {short or 'nothing any more'}"
+    def _why_blocked(self, pool: PlacementPool, entry: ReadyEntry) -> str:
+        if isinstance(entry, ReadyLease):
+            demand, wanted = entry.per_sample, entry.tokens
+        else:
+            assert isinstance(entry, ReadyBatch)
+            spec = entry.spec
+            demand = spec.sample_resource
+            in_budget = tokens_in_budget(spec.resource, demand)
+            wanted = min(in_budget, len(entry.attempts), self._gatekeeper.most_tokens(spec))
+        if not pool.nodes():
+            return "no node is left in the pool: it waits until one is back"
+        explanation = pool.explain(demand, wanted)
+        short = short_words(explanation) or "nothing any more"
+        reason = f"needs {wanted} tokens at once, {explanation.free_tokens} are free; short of {short}"
+        if explanation.fits_ever:
+            return reason
+        return f"{reason}; the nodes hold {explanation.max_tokens} even when empty: it waits until there are more"
