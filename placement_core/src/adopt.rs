@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 
 use crate::extras::Extras;
+use crate::held::Held;
+use crate::lease::Placement;
 use crate::shape::{GpuShape, Shape};
 use crate::state::{State, Tenant};
-use crate::token::{Held, Placement};
 
 /// The first token for which, the ones before it counted, there is no room.
 pub(crate) fn first_without_room(

@@ -11,10 +11,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::held::Held;
 use crate::node::{NodeState, Phase, Tightness};
 use crate::order::{Order, Step};
 use crate::shape::{GpuShape, Shape, UNLIMITED};
-use crate::token::Held;
 
 /// The bucket of a node that takes no tokens.
 const NO_BUCKET: u32 = u32::MAX;

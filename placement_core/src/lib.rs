@@ -60,14 +60,24 @@
 
 #![forbid(unsafe_code)]
 
+// Who knows whom, from top to bottom. The plain values below the line know one another.
+//
+//     pool --> adopt --> lease --> handle --> state --> index --> order --> node_set
+//        \                                    /            \
+//         explain --------------------------->             held
+//     -------------------------------------------------------------------------------
+//     layout, shape, resource, extras, node, node_spec, amount, error
+
 mod adopt;
 mod amount;
 mod error;
 mod explain;
 mod extras;
 mod handle;
+mod held;
 mod index;
 mod layout;
+mod lease;
 mod node;
 mod node_set;
 mod node_spec;
@@ -76,7 +86,6 @@ mod pool;
 mod resource;
 mod shape;
 mod state;
-mod token;
 
 /// The example of the README, compiled and run as a test.
 #[doc = include_str!("../README.md")]
@@ -88,8 +97,8 @@ pub use error::{AmountFault, NodeFault, PlacementError, Result};
 pub use explain::{Explanation, NodeExplanation, NodePhase, NodeUsage, Shortage};
 pub use extras::{MAX_NAMED_AMOUNT, MAX_NAMES};
 pub use layout::UNLIMITED_TOKENS;
+pub use lease::{Lease, Placement};
 pub use node::MAX_GPUS_PER_NODE;
 pub use node_spec::{NodeSpec, check_nodes};
 pub use pool::{MAX_LEASE_TOKENS, Pool};
 pub use resource::{Budget, Demand, GpuDemand};
-pub use token::{Lease, Placement};

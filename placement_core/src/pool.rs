@@ -4,80 +4,23 @@
 //! are never negative and equal the supply when no lease is left; `releases` rises with each call that may have made
 //! room, while the lock is held. Lock order: state, then one of infos, layout, counts and gate.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::Arc;
 
 use crate::adopt::{first_without_room, locate};
 use crate::error::{PlacementError, Result};
 use crate::explain::{Explanation, NodeUsage, explain_nodes, usage_of};
 use crate::extras::{Extras, Wanted, takes_nothing};
-use crate::handle::Handle;
-use crate::layout::{FreeCounts, Layout, UNLIMITED_TOKENS};
+use crate::handle::{Open, Shared};
+use crate::held::Tokens;
+use crate::layout::{Layout, UNLIMITED_TOKENS};
+use crate::lease::{Lease, Placement};
 use crate::node::{NodeInfo, Phase, Supply};
 use crate::node_spec::{NodeSpec, check_nodes};
 use crate::resource::{Budget, Demand};
 use crate::state::{NO_INDEX, State};
-use crate::token::{Lease, Placement, Tokens};
 
 /// Tokens that one lease can hold.
 pub const MAX_LEASE_TOKENS: u64 = 1 << 24;
-
-/// Every handle of a pool, those of its leases included, leads to the same open part and to one [`State`].
-pub(crate) type Shared = Handle<Open, State>;
-
-/// What is read without the pool's lock.
-#[derive(Debug)]
-pub(crate) struct Open {
-    infos: RwLock<Vec<Arc<NodeInfo>>>,
-    layout: RwLock<Arc<Layout>>,
-    counts: Arc<FreeCounts>,
-    /// Written under the pool's lock only.
-    releases: AtomicU64,
-    /// What waiters sleep on; held for no longer than it takes to look at `releases`.
-    gate: Mutex<()>,
-    released: Condvar,
-}
-
-impl Open {
-    pub(crate) fn infos(&self) -> RwLockReadGuard<'_, Vec<Arc<NodeInfo>>> {
-        self.infos.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn infos_mut(&self) -> RwLockWriteGuard<'_, Vec<Arc<NodeInfo>>> {
-        self.infos.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn layout(&self) -> Arc<Layout> {
-        Arc::clone(&self.layout.read().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn change_layout(&self, supply: &Supply, is_added: bool) {
-        let mut layout = self.layout.write().unwrap_or_else(PoisonError::into_inner);
-        *layout = Arc::new(layout.next(supply, is_added));
-    }
-
-    fn gate(&self) -> MutexGuard<'_, ()> {
-        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Says that there may be more room. The caller holds the pool's lock.
-    #[inline]
-    pub(crate) fn announce(&self, state: &mut State) {
-        // Only who holds the lock writes, so this needs no atomic addition.
-        state.releases += 1;
-        self.releases.store(state.releases, Ordering::Release);
-        if state.waiters > 0 {
-            self.wake();
-        }
-    }
-
-    /// Wakes those who wait. Whoever has registered but does not sleep yet will see the new version.
-    #[cold]
-    fn wake(&self) {
-        drop(self.gate());
-        self.released.notify_all();
-    }
-}
 
 /// Supply that batches are placed on. A clone is another handle to the same pool.
 ///
@@ -126,14 +69,7 @@ impl Pool {
             state.add(Arc::new(NodeInfo::of(spec)), Supply::of(spec), &mut infos);
         }
         let layout = Layout::new(0, specs.iter().map(Supply::of));
-        let open = Open {
-            infos: RwLock::new(infos),
-            layout: RwLock::new(Arc::new(layout)),
-            counts: Arc::clone(&state.counts),
-            releases: AtomicU64::new(0),
-            gate: Mutex::new(()),
-            released: Condvar::new(),
-        };
+        let open = Open::new(infos, layout, Arc::clone(&state.counts));
         Ok(Self { shared: Shared::new(open, state) })
     }
 
@@ -338,7 +274,7 @@ impl Pool {
     /// Rises whenever room may have come back: tokens released, a node added or resumed.
     #[must_use]
     pub fn release_version(&self) -> u64 {
-        self.shared.releases.load(Ordering::Acquire)
+        self.shared.releases()
     }
 
     /// Rises whenever the set of nodes that take tokens changes.
@@ -357,11 +293,7 @@ impl Pool {
         }
         state.waiters += 1;
         drop(state);
-        let mut gate = self.shared.gate();
-        while self.release_version() == seen {
-            gate = self.shared.released.wait(gate).unwrap_or_else(PoisonError::into_inner);
-        }
-        drop(gate);
+        self.shared.sleep_while(seen);
         let mut state = self.shared.lock();
         state.waiters -= 1;
         state.releases

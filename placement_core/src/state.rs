@@ -11,11 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use crate::extras::{Extras, NodeExtras, Wanted};
+use crate::held::{Held, Tokens};
 use crate::index::ShapeIndex;
 use crate::layout::FreeCounts;
 use crate::node::{NodeInfo, NodeState, Phase, Supply};
 use crate::shape::Shape;
-use crate::token::{Held, Tokens};
 
 mod with_extras;
 

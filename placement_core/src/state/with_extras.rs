@@ -7,9 +7,9 @@
 use std::sync::Arc;
 
 use crate::extras::Extras;
+use crate::held::{Held, Tokens};
 use crate::shape::Shape;
 use crate::state::State;
-use crate::token::{Held, Tokens};
 
 /// Leads to no index.
 const NOWHERE: usize = usize::MAX;
