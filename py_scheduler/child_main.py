@@ -28,20 +28,20 @@ from py_scheduler.domain.runners.frames import (
     Answer,
     Cancel,
     ChildFrame,
+    EvalGroup,
+    EvalSample,
     Hello,
     Leave,
     Leaving,
     MakeHandler,
     Ping,
-    PlayEval,
-    PlayGroup,
-    PlayRun,
     Pong,
     Raised,
     Ready,
     Refused,
     Returned,
     RewardSaid,
+    RunSample,
     ServerFrame,
     Unfit,
     encode,
@@ -51,7 +51,7 @@ from py_scheduler.domain.runners.frames import (
 from py_scheduler.domain.values.plain import details_json, safe_text
 from py_scheduler.errors import ConfigError
 from py_scheduler.execution.outcomes import classify_abort, describe
-from py_scheduler.execution.play import checked_result, checked_reward, checked_rewards
+from py_scheduler.execution.run_sample import checked_result, checked_reward, checked_rewards
 from py_scheduler.handler_parts import HANDLER_PARTS
 from py_scheduler.handlers import make_handler
 
@@ -75,7 +75,7 @@ def serve(connected: socket.socket, secret: str = "") -> None:
     """Plays until the server says Leave; ends the process when the connection ends or the handler exits."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    player = ChildPlayer(FrameSocket(connected), loop)
+    player = ChildExecutor(FrameSocket(connected), loop)
     try:
         loop.run_until_complete(player.run(secret))
     except SystemExit as error:
@@ -84,7 +84,7 @@ def serve(connected: socket.socket, secret: str = "") -> None:
         pass  # The server has ended: there is nobody to tell.
 
 
-class ChildPlayer:
+class ChildExecutor:
     """Frames in, frames out; at most one sample's phase under way."""
 
     def __init__(self, frames: FrameSocket, loop: asyncio.AbstractEventLoop) -> None:
@@ -157,11 +157,11 @@ class ChildPlayer:
                 self._make(frame)
             case Ping():
                 self._send(Pong(order_no=frame.order_no, resident_mib=resident_mib()))
-            case PlayRun():
+            case RunSample():
                 self._begin(frame.order_no, self._run(frame))
-            case PlayEval():
+            case EvalSample():
                 self._begin(frame.order_no, self._eval())
-            case PlayGroup():
+            case EvalGroup():
                 self._begin(frame.order_no, self._eval_group(frame))
             case Cancel() if self._phase is not None:
                 self._phase.cancel()
@@ -211,7 +211,7 @@ class ChildPlayer:
             resident_mib=resident_mib(),
         )
 
-    async def _run(self, asked: PlayRun) -> msgspec.Raw:
+    async def _run(self, asked: RunSample) -> msgspec.Raw:
         assert self._handler is not None
         self._end_episode()
         self._set_variables(asked.variables)
@@ -235,7 +235,7 @@ class ChildPlayer:
         self._end_episode()
         return raw(_said(reward))
 
-    async def _eval_group(self, asked: PlayGroup) -> msgspec.Raw:
+    async def _eval_group(self, asked: EvalGroup) -> msgspec.Raw:
         assert self._handler is not None
         rewards = await self._handler.eval_group(asked.task, asked.samples)
         return raw([_said(reward) for reward in checked_rewards(rewards, len(asked.samples), self._handler)])

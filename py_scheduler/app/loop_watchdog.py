@@ -14,7 +14,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, Self
 
-from py_scheduler.execution import play
+from py_scheduler.execution import run_sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,7 +109,7 @@ def blamed(frame: FrameType) -> str:
     called: FrameType | None = None
     found: FrameType | None = frame
     while found is not None:
-        if found.f_code.co_filename == play.__file__ and called is not None:
+        if found.f_code.co_filename == run_sample.__file__ and called is not None:
             spec: Any = found.f_locals.get("spec")
             evaluator = f" of evaluator {spec.evaluator_id!r}" if spec is not None else ""
             return f"handler {_place(called)}{evaluator}"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _EVALUATOR_ID = "tried"
 _GATEWAY = GatewaySettings(listen="127.0.0.1:0")
 _MAX_FRAMES = 8
-_PLAYER = "py_scheduler.execution.play"
+_RUN_SAMPLE = "py_scheduler.execution.run_sample"
 """The logger that gets what handlers raise."""
 
 
@@ -247,7 +247,7 @@ class _Heard(logging.Handler):
         self.traceback: tuple[str, ...] = ()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == _PLAYER and record.exc_info and record.exc_info[1]:
+        if record.name == _RUN_SAMPLE and record.exc_info and record.exc_info[1]:
             self.traceback = _short_traceback(record.exc_info[1])
         elif record.levelno >= logging.WARNING:
             self.warnings.append(record.getMessage())
@@ -256,7 +256,7 @@ class _Heard(logging.Handler):
 @contextmanager
 def _listening() -> Iterator[_Heard]:
     heard = _Heard()
-    package, player = logging.getLogger("py_scheduler"), logging.getLogger(_PLAYER)
+    package, player = logging.getLogger("py_scheduler"), logging.getLogger(_RUN_SAMPLE)
     level = player.level
     package.addHandler(heard)
     # What was raised before in this process is logged at debug level only.
@@ -271,7 +271,7 @@ def _listening() -> Iterator[_Heard]:
 def _short_traceback(error: BaseException) -> tuple[str, ...]:
     """From the handler's first frame on, the last few frames of it."""
     frames = traceback.extract_tb(error.__traceback__)
-    player = os.path.join("execution", "play.py")  # noqa: PTH118 -- the end of a path
+    player = os.path.join("execution", "run_sample.py")  # noqa: PTH118 -- the end of a path
     own = [frame for frame in frames if not frame.filename.endswith(player)]
     lines = traceback.format_list(own[-_MAX_FRAMES:]) + traceback.format_exception_only(error)
     return tuple("".join(lines).splitlines())

@@ -1,12 +1,10 @@
-"""One attempt from its plan to its report.
+"""One attempt from its plan to its report, and the score of one group likewise.
 
-Invariants: a stop is asked for at most once, and the cancellation it causes never leaves the attempt: the resident
-worker lives on. A phase has its whole time whatever the pauses: its deadline moves by as long as its clock stood still.
+Invariant: a phase has its whole time whatever the pauses: its deadline moves by as long as its clock stood still.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,17 +13,16 @@ from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, Timings
 from py_scheduler.domain.runners.runner import NOTHING_SHOWN
 from py_scheduler.domain.task import Task
+from py_scheduler.execution.stopping import RUNNING, Stoppable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import asyncio
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from py_scheduler.domain.events import StopCause
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.training.iteration import IterationContext
-    from py_scheduler.execution.evaluator import Evaluator
-    from py_scheduler.execution.workers import Worker
 
 
 class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
@@ -51,12 +48,15 @@ class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
         return msgspec.structs.replace(self, ref=ref, queued_at=queued_at)
 
 
-class RunningAttempt:
-    """An attempt that a worker is at, and the sample it has come to. Its times are monotonic seconds.
+class RunningAttempt(Stoppable):
+    """An attempt that runs, and the sample it has come to. Its times are monotonic seconds.
 
     phase_deadline: when the present phase times out, unless its clock stands still by then. attempt_deadline: likewise
-    for the attempt as a whole. stop_deadline: when a worker that was told to stop is given up.
-    restarts_runner: once it is told to stop, whether what it runs on is to be replaced before it takes other work.
+    for the attempt as a whole. payload: of its samples that ran to their end. shown: what its handler lets people see
+    of it. workdirs: what its episodes have made of their own, to be removed after the attempt.
+
+    The clock of a phase in numbers: `run_timeout_seconds = 60` from second 0 gives the deadline 60. A pause of the
+    generation backend from 20 to 50 stops the clock; at 50 the deadline becomes 90.
     """
 
     __slots__ = (
@@ -66,72 +66,55 @@ class RunningAttempt:
         "attempt_deadline",
         "began_at",
         "began_unix_seconds",
-        "evaluator",
         "gpu_ids",
-        "is_over",
-        "is_stranded",
-        "kill",
         "node_ip",
-        "on_stop",
         "payload",
         "phase",
         "phase_deadline",
         "planned",
         "ref",
-        "restarts_runner",
         "sample_no",
         "shown",
-        "stop_cause",
-        "stop_deadline",
-        "stop_reason",
         "token",
         "workdirs",
-        "worker",
     )
 
     def __init__(
         self,
         planned: PlannedAttempt,
-        evaluator: Evaluator,
         token: PlacementToken | None,
-        worker: Worker,
+        worker_task: asyncio.Task[None],
         clock: Clock,
         arm: Callable[[float, RunningAttempt], None],
     ) -> None:
-        """`arm` is told of every deadline of a phase."""
+        """`arm` gets every deadline of a phase and of the attempt."""
+        # As `super().__init__(worker_task)` would, without the call: this is on the way of every sample.
+        self.state = RUNNING
+        self.stop_deadline = 0.0
+        self.worker_task = worker_task
+        self.is_over = False
+        self.stop_cause = None
+        self.stop_reason = ""
+        self.restarts_runner = False
+        self.on_stop = None
+        self.kill = None
         self._clock = clock
         self._arm = arm
         self._clock_stopped_at: float | None = None
         self.planned = planned
         self.ref = planned.ref
-        self.evaluator = evaluator
         self.token = token
         self.node_ip = token.node_ip if token is not None else ""
         self.gpu_ids: tuple[int, ...] = tuple(token.gpu_ids) if token is not None else ()
-        self.worker = worker
         self.began_at = clock.monotonic()
         self.began_unix_seconds = clock.unix_time()
         self.sample_no = planned.first_sample_no
         self.phase = "run"
         self.phase_deadline: float | None = None
         self.attempt_deadline: float | None = None
-        self.restarts_runner = False
-        self.stop_deadline: float | None = None
-        self.stop_cause: StopCause | None = None
-        self.stop_reason = ""
-        self.on_stop: Callable[[], None] | None = None
-        """For what is at work beside the handler and would not be cancelled with it."""
-        self.kill: Callable[[], None] | None = None
-        """Ends by force what runs it, when it can be: the way out when a stop is ignored."""
         self.payload = b""
-        """Of its samples that were played to their end."""
         self.shown: Mapping[str, str] = NOTHING_SHOWN
-        """What its handler lets people see of it."""
         self.workdirs: list[Path] = []
-        """What its episodes have made of their own, to be removed after the attempt."""
-        self.is_over = False
-        self.is_stranded = False
-        """Given up: its task has ended without it, its room comes back only when the handler does."""
 
     def begin_phase(self, phase: str, timeout_seconds: float | None) -> None:
         self.phase = phase
@@ -179,23 +162,9 @@ class RunningAttempt:
         now = self._clock.monotonic() if self._clock_stopped_at is None else self._clock_stopped_at
         return max(0.0, self.phase_deadline - now)
 
-    def stop(self, cause: StopCause, reason: str, *, restarts_runner: bool = False) -> bool:
-        """Cancels what the handler is waiting for. False when it was told before or is over."""
-        if self.is_over or self.stop_cause is not None:
-            return False
-        self.stop_cause = cause
-        self.stop_reason = reason
-        self.restarts_runner = restarts_runner
-        if self.on_stop is not None:
-            self.on_stop()
-        # A handler that, in its own turn, causes its own stop is not waiting: the check after its phase sees the cause.
-        if asyncio.current_task() is not self.worker.task:
-            self.worker.task.cancel()
-        return True
-
 
 class AttemptReport(msgspec.Struct, frozen=True):
-    """How an attempt ended: its state, the samples that were played, and what to say about it.
+    """How an attempt ended: its state, the samples that ran, and what to say about it.
 
     payload: what its runner made for the trainer, of all its samples together; empty when it made nothing.
     """
@@ -220,3 +189,30 @@ def unfinished_sample(running: RunningAttempt, outcome: Outcome, error: str) -> 
         timings=Timings(wait_seconds=running.began_at - running.planned.queued_at),
         started_unix_seconds=running.began_unix_seconds,
     )
+
+
+def stopped_report(running: RunningAttempt) -> AttemptReport:
+    """Of an attempt that was told to stop and has nothing to show."""
+    cause = running.stop_cause
+    assert cause is not None, "the attempt was not told to stop"
+    sample = unfinished_sample(running, cause.outcome, running.stop_reason)
+    return AttemptReport(cause.attempt_state, (sample,), running.stop_reason)
+
+
+def lost_report(running: RunningAttempt, how: str) -> AttemptReport:
+    """Of an attempt whose runner died; a stop that it was told before comes first."""
+    if running.stop_cause is not None:
+        return stopped_report(running)
+    return AttemptReport(AttemptState.LOST, (unfinished_sample(running, Outcome.INFRA_OTHER, how),), how)
+
+
+class RunningGroup(Stoppable):
+    """A whole task whose samples a handler scores together. samples: in the order of sample_no."""
+
+    __slots__ = ("samples", "task", "task_id")
+
+    def __init__(self, task_id: str, task: Task, samples: Sequence[SampleDone]) -> None:
+        super().__init__(None)
+        self.task_id = task_id
+        self.task = task
+        self.samples = samples

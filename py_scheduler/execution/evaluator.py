@@ -1,20 +1,24 @@
-"""Plays the samples of one batch, and is discarded.
+"""Runs the samples of one batch, and is discarded.
 
-A permit is one permit of `Resource.concurrency` together with one placement token of the batch's lease; a resident
-worker takes a permit and plays one attempt after another with it. A sample holds its permit from run through eval. A
-token that no waiting attempt can use goes back to the pool at once: stragglers hold only what they use. Where an
-attempt is played, its runner knows (`execution/runner.py`); a handle at one is taken before the attempt is.
+A permit is one unit of `Resource.concurrency` together with one placement token of the batch's lease. A resident worker
+takes a permit and runs one attempt after another with it; a sample holds the permit from run through eval. A token that
+no waiting attempt can use goes back to the pool at once, so stragglers hold only what they use: of 8 samples on 4
+tokens, the last one to run holds 1 token and 3 are free.
+
+A permit takes a handle before it takes an attempt; the handle's runner knows where the attempt runs
+(`execution/runner.py`).
 
 Invariants
-  1. A token is released exactly once, at the end of the drain that took it, whatever ended it; so is a handle left.
-  2. No attempt is begun without a handle, so that none is lost to a runner that does not live, unless none can be
-     started.
+  1. A token is released exactly once, at the end of the drain that took it, whatever ended the drain. A handle is left
+     exactly once.
+  2. No attempt begins without a handle. So a runner that does not live costs no attempt, unless no runner can be
+     started at all.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt
 from py_scheduler.execution.episode import EpisodeServices
@@ -28,17 +32,19 @@ if TYPE_CHECKING:
     from py_scheduler.execution.runner import RunnerHandle
     from py_scheduler.execution.workers import Worker
 
+RunningT = TypeVar("RunningT", bound=RunningAttempt)
 
-class AttemptBoard(Protocol):
-    """Where an evaluator says what it is about to do, and what came of it."""
+
+class AttemptBoard(Protocol[RunningT]):
+    """Where an evaluator says what it is about to do, and what came of it. It gets back what it gave out."""
 
     def begin(
         self, planned: PlannedAttempt, evaluator: Evaluator, token: PlacementToken | None, worker: Worker
-    ) -> RunningAttempt | None:
+    ) -> RunningT | None:
         """None when the attempt is no longer to be run."""
         ...
 
-    def end(self, running: RunningAttempt, report: AttemptReport) -> None: ...
+    def end(self, running: RunningT, report: AttemptReport) -> None: ...
 
     def permit_is_free(self, evaluator: Evaluator, token: PlacementToken | None, worker: Worker) -> None:
         """The worker is done with this permit; its token goes back to the pool."""
@@ -46,9 +52,9 @@ class AttemptBoard(Protocol):
 
 
 class Evaluator:
-    """The samples of one batch that have not been started, and how many permits are at them.
+    """The attempts of one batch that have not begun, and how many permits are at them.
 
-    admitted_at: monotonic seconds. pending: what is next is the last.
+    admitted_at: monotonic seconds. pending: the next one is the last.
     """
 
     __slots__ = (
@@ -68,7 +74,7 @@ class Evaluator:
         spec: EvaluatorSpec,
         attempts: Sequence[PlannedAttempt],
         services: EpisodeServices,
-        board: AttemptBoard,
+        board: AttemptBoard[Any],
         admitted_at: float,
         runners: Runners = INLINE,
     ) -> None:
@@ -83,41 +89,41 @@ class Evaluator:
         self._seeking: set[asyncio.Future[RunnerHandle]] = set()
 
     async def drain(self, token: PlacementToken | None, worker: Worker) -> None:
-        """Plays pending attempts with one permit until none is left or the worker was given up."""
-        pending, board = self.pending, self.board
+        """Runs pending attempts with one permit until none is left or the worker takes no more work."""
+        pending, board, spec, services = self.pending, self.board, self.spec, self.services
         handle = self.runners.standing_handle
         try:
-            while pending and not worker.is_abandoned:
+            while pending and worker.takes_work:
                 if handle is None or not handle.is_usable:
                     if handle is not None:
                         handle.leave()
                         handle = None
                     handle = await self._seek_handle(token)
                     continue
-                running = board.begin(pending.pop(), self, token, worker)
+                running: RunningAttempt | None = board.begin(pending.pop(), self, token, worker)
                 if self._seeking and not pending:
                     self._end_seeking()
                 if running is not None:
-                    board.end(running, await handle.play(running))
+                    board.end(running, await handle.run(running, worker, spec, services))
                     if running.workdirs:
-                        await self.services.workdirs.remove(running.workdirs)
+                        await services.workdirs.remove(running.workdirs)
                 if pending and worker.turn_is_over():
                     await worker.give_way()
         except RunnerGoneError:
-            handle = None  # What is left is placed anew, where there are runners.
+            handle = None  # The attempts that are left are placed anew, where there are runners.
         finally:
             if handle is not None:
                 handle.leave()
             board.permit_is_free(self, token, worker)
 
     async def _seek_handle(self, token: PlacementToken | None) -> RunnerHandle | None:
-        """None when nothing is left to be played by then. Raises RunnerGoneError."""
+        """None when no attempt is left by then. Raises RunnerGoneError."""
         seeking = asyncio.ensure_future(self.runners.take_handle(token))
         self._seeking.add(seeking)
         try:
             await asyncio.wait([seeking])
         except asyncio.CancelledError:
-            # Not waited for here: whoever cancels once more meanwhile would lose the handle.
+            # Not waited for here: another cancellation meanwhile would lose the handle.
             seeking.add_done_callback(_leave)
             seeking.cancel()
             raise
@@ -126,12 +132,12 @@ class Evaluator:
         return None if seeking.cancelled() else seeking.result()
 
     def _end_seeking(self) -> None:
-        """Who still waits for a handle would find nothing to play there, and holds a token meanwhile."""
+        """A permit that still waits for a handle would find no attempt to run, and holds a token meanwhile."""
         for seeking in self._seeking:
             seeking.cancel()
 
 
 def _leave(seeking: asyncio.Future[RunnerHandle]) -> None:
-    """The handle, if there is one, of a permit that is no more."""
+    """Leaves the handle that a permit got after its end, if it got one."""
     if not seeking.cancelled() and seeking.exception() is None:
         seeking.result().leave()

@@ -1,37 +1,37 @@
 """The seam between the scheduler and whatever executes handlers (design words: Runner).
 
-How an attempt reaches a runner, and what whoever writes one has to know:
+How an attempt reaches a runner, and what the author of one has to know:
 
-    permit (permit + token) -> worker -> Evaluator.drain:
-        handle = await runners.take_handle(token)    waits until a runner that is known to be alive is ours alone;
-                                                 nothing has been taken from the queue yet, so nothing can be lost
-        running = board.begin(...)               the ledger: LEASED -> RUNNING; running.began_at, .planned, .token
-        report = await handle.play(running)        AttemptReport(state, samples, message)
-        board.end(running, report)               the ledger decides: SampleDone, a retry, quarantine
+    permit (concurrency + token) -> worker -> Evaluator.drain:
+        handle = await runners.take_handle(token)   waits until a runner that is known to be alive is this permit's
+                                                    alone; nothing is taken from the queue before, so nothing is lost
+        running = board.begin(...)                  the ledger: LEASED -> RUNNING; running.began_at, .planned, .token
+        report = await handle.run(running, worker, spec, services)   AttemptReport(state, samples, message)
+        board.end(running, report)                  the ledger decides: SampleDone, a retry, quarantine
         ... the next attempt of the batch, with the same handle while `handle.is_usable` ...
-        handle.leave()                             once, whatever happened
+        handle.leave()                              once, whatever happened
 
 - `Engine(..., runners={evaluator_id: Runners})`; an evaluator that is not named there runs `inline`.
-- `play` never raises for what user code does: that is a FAILED report. A runner that died is a LOST report, whose
-  message says how it ended; the ledger's loss budget does the rest. Samples that are missing in the report of an
-  attempt that did not succeed are made up by the ledger.
-- Stops: `running.stop(...)` was called and the worker's task is cancelled, so `play` sees CancelledError at its await.
-  It passes the stop on, waits until the work has really ended, and returns `running.stop_cause.attempt_state` (see
-  `stopped_report`); the cancellation must not leave `play` (`await absorb_cancellation(running.worker)`), unless
-  `running.worker.is_closing`: then it kills what it has started and lets CancelledError pass.
-  `running.restarts_runner` asks for the runner to be replaced before it takes other work.
-- Set `running.kill` at the beginning of `play` when the work can be ended by force: it is called, once, when
-  `stop_grace_seconds` after a stop have passed, and `play` must return soon after. Without it (or when even that does
-  not help) the attempt ends without its worker and its token is stranded until `play` returns.
+- `run` never raises for what user code does: that is a FAILED report. A runner that died is a LOST report, whose
+  message says how it ended; the ledger's loss budget does the rest. Where an attempt did not succeed, the ledger makes
+  up the samples that its report lacks.
+- Stops (`execution/stopping.py`): the stop is written into `running`, then the worker's task is cancelled, so `run`
+  sees CancelledError at its await. It passes the stop on, waits until the work has really ended, and returns
+  `stopped_report(running)`. The cancellation must not leave `run` (`await worker.absorb_cancellation()`), unless
+  `worker.is_closing`: then `run` kills what it has started and lets CancelledError pass.
+  `running.restarts_runner` asks for another runner before this one takes other work.
+- `run` sets `running.kill` at its beginning when the work can be ended by force. It is called, once, when
+  `stop_grace_seconds` after a stop have passed, and `run` must return soon after. Without it, or when even that does
+  not help, the attempt ends without its worker, and its token is stranded until `run` returns.
 - Phase timeouts are the attempt's: `running.begin_phase("run", seconds)` arms one.
-- `take_handle` may raise RunnerGoneError when the token's node is gone for good: the permit ends, what is left of the
-  batch is placed anew. Where no runner can be started it gives a handle at which everything is lost (`lost_report`),
+- `take_handle` raises RunnerGoneError when the token's node is gone for good: the permit ends, and the rest of the
+  batch is placed anew. Where no runner can be started it gives a handle at which every attempt is lost (`lost_report`)
   rather
-  than wait for ever: a task's own budget bounds how often that happens.
+  than wait for ever: the task's own budget bounds how often that happens.
 
 Invariants
   1. A handle is one runner's, and one permit's at a time.
-  2. Whoever has a handle calls `leave` exactly once.
+  2. A permit that has a handle calls `leave` exactly once.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from py_scheduler.domain.results import AttemptState, Outcome
+from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import Sample
 from py_scheduler.errors import RunnerStartError, first_of
-from py_scheduler.execution.attempt import AttemptReport, unfinished_sample
+from py_scheduler.execution.attempt import AttemptReport
 from py_scheduler.execution.episode import HandlerEpisode
-from py_scheduler.execution.play import play_group, play_sample
+from py_scheduler.execution.run_sample import run_sample, score_group
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
+    from collections.abc import Coroutine, Iterable
     from contextlib import AsyncExitStack
 
     from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.results import Reward, SampleDone
     from py_scheduler.domain.runners.runner import RunnerView
-    from py_scheduler.domain.task import Task
-    from py_scheduler.execution.attempt import RunningAttempt
+    from py_scheduler.execution.attempt import RunningAttempt, RunningGroup
+    from py_scheduler.execution.episode import EpisodeServices
     from py_scheduler.execution.workers import Worker
 
 
@@ -73,15 +73,17 @@ class RunnerHandle(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the runner is still alive and as small as it should be; if not, another handle is taken."""
+        """Whether the runner is still alive and as small as it should be; if not, the permit takes another handle."""
         ...
 
-    async def play(self, running: RunningAttempt) -> AttemptReport: ...
+    async def run(
+        self, running: RunningAttempt, worker: Worker, spec: EvaluatorSpec, services: EpisodeServices
+    ) -> AttemptReport: ...
 
-    async def play_group(
-        self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
+    async def score_group(
+        self, group: RunningGroup, worker: Worker, spec: EvaluatorSpec
     ) -> tuple[tuple[Reward, ...], str]:
-        """As `execution.play.play_group`."""
+        """As `execution.run_sample.score_group`."""
         ...
 
     def leave(self) -> None: ...
@@ -94,11 +96,11 @@ class Runners(Protocol):
 
     @property
     def standing_handle(self) -> RunnerHandle | None:
-        """A handle that is always free, for any number of permits at once; None: handles have to be taken."""
+        """A handle that any number of permits may have at once; None: handles have to be taken."""
         ...
 
     async def start(self) -> None:
-        """Before anything is played. Raises RunnerStartError; then nothing is left half running."""
+        """Before anything runs. Raises RunnerStartError; then nothing is left half running."""
         ...
 
     async def take_handle(self, token: PlacementToken | None) -> RunnerHandle:
@@ -113,7 +115,7 @@ class Runners(Protocol):
 
 
 class InlineRunner:
-    """The loop itself, and the handle there: handlers run in it, as many at once as there are workers."""
+    """The event loop itself, and the handle there: as many handlers run in it at once as there are workers."""
 
     kind = "inline"
     is_usable = True
@@ -127,16 +129,18 @@ class InlineRunner:
     async def take_handle(self, _token: PlacementToken | None) -> InlineRunner:
         return self
 
-    def play(self, running: RunningAttempt) -> Coroutine[Any, Any, AttemptReport]:
+    def run(
+        self, running: RunningAttempt, worker: Worker, spec: EvaluatorSpec, services: EpisodeServices
+    ) -> Coroutine[Any, Any, AttemptReport]:
         # Not a coroutine around a coroutine: this is on the way of every sample.
-        return play_samples(running, running.evaluator.spec.handler)
+        return run_samples(running, worker, spec, services, spec.handler)
 
     def leave(self) -> None: ...
 
-    async def play_group(
-        self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
+    async def score_group(
+        self, group: RunningGroup, worker: Worker, spec: EvaluatorSpec
     ) -> tuple[tuple[Reward, ...], str]:
-        return await play_group(worker, task_id, task, samples, spec, spec.handler)
+        return await score_group(group, worker, spec, spec.handler)
 
     def views(self) -> list[RunnerView]:
         return []
@@ -159,21 +163,22 @@ async def start_runners(runners: Iterable[Runners], exits: AsyncExitStack) -> No
         raise first_of(group.subgroup(RunnerStartError) or group) from None
 
 
-async def play_samples(running: RunningAttempt, handler: BaseAgent) -> AttemptReport:
-    """Plays the samples of an attempt one after the other.
+async def run_samples(
+    running: RunningAttempt, worker: Worker, spec: EvaluatorSpec, services: EpisodeServices, handler: BaseAgent
+) -> AttemptReport:
+    """Runs the samples of an attempt one after the other.
 
-    The first that does not succeed ends it, unless the task keeps what succeeds beside it; a stop, or the end of its
-    runner, ends it always.
+    The first sample that does not succeed ends the attempt, unless the task keeps those that succeed beside it. A stop
+    always ends it, and so does the end of its runner.
     """
-    planned, evaluator = running.planned, running.evaluator
-    services, spec = evaluator.services, evaluator.spec
+    planned = running.planned
     samples: list[SampleDone] = []
     report_state, message = _SUCCEEDED, ""
     for sample_no in range(planned.first_sample_no, planned.first_sample_no + planned.sample_count):
         running.sample_no = sample_no
         sample = Sample(task_id=planned.ref.task_id, sample_no=sample_no, task=planned.task)
         episode = HandlerEpisode(services, spec, sample, running)
-        state, done = await play_sample(running, episode, handler, spec, services.clock)
+        state, done = await run_sample(running, worker, episode, handler, spec, services.clock)
         samples.append(done)
         if state is not _SUCCEEDED:
             report_state, message = state, message or running.stop_reason or done.error
@@ -181,18 +186,3 @@ async def play_samples(running: RunningAttempt, handler: BaseAgent) -> AttemptRe
             if is_over or not planned.task.config.keeps_partial:
                 break
     return AttemptReport(report_state, tuple(samples), message, running.payload)
-
-
-def stopped_report(running: RunningAttempt) -> AttemptReport:
-    """Of an attempt that was told to stop and has nothing to show."""
-    cause = running.stop_cause
-    assert cause is not None, "the attempt was not told to stop"
-    sample = unfinished_sample(running, cause.outcome, running.stop_reason)
-    return AttemptReport(cause.attempt_state, (sample,), running.stop_reason)
-
-
-def lost_report(running: RunningAttempt, how: str) -> AttemptReport:
-    """Of an attempt whose runner died; a stop that it was told before comes first."""
-    if running.stop_cause is not None:
-        return stopped_report(running)
-    return AttemptReport(AttemptState.LOST, (unfinished_sample(running, Outcome.INFRA_OTHER, how),), how)

@@ -1,10 +1,10 @@
-"""Resident workers: long-lived asyncio tasks that play episodes, so that a sample costs no new task.
+"""Resident workers: long-lived asyncio tasks that run samples, so that a sample costs no new task.
 
 Invariants
   1. At most `max_workers` live workers; one that was abandoned no longer counts.
-  2. While permits wait and a worker is idle or may be made, one worker is on its way, and never two. Whoever takes a
-     permit wakes the next before it starts to play, so a burst of samples that never wait for anything is played by one
-     worker without a switch.
+  2. While permits wait and a worker is idle or may be made, exactly one worker is on its way. A worker that takes a
+     permit wakes the next one before it begins to run, so one worker runs a burst of samples that never wait for
+     anything, without a switch.
   3. A worker gives the event loop its turn at least every few milliseconds of uninterrupted work.
 """
 
@@ -16,11 +16,13 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
+from py_scheduler.execution.stopping import RUNNING
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from py_scheduler.domain.resources import PlacementToken
-    from py_scheduler.execution.attempt import RunningAttempt
+    from py_scheduler.execution.stopping import Stoppable
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +41,20 @@ Permit = tuple[Work, "PlacementToken | None"]
 
 
 class Worker:
-    """Takes permits and drains them. `running` is the attempt that it is at, if its work is one.
+    """Takes permits and drains them.
 
-    is_abandoned: its handler ignored a stop; should it ever come back it takes no more work. is_closing: the pool is
-    closing.
+    running: the attempt or group score that it is at, set by whoever supervises those. takes_work: until it is given up
+    or its pool closes. is_abandoned: it was given up, because its handler ignored a stop. is_closing: the pool closes.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._turn_began = time.monotonic()
-        self.running: RunningAttempt | None = None
+        self.running: Stoppable | None = None
         self.is_at_work = False
+        self.takes_work = True
         self.is_abandoned = False
         self.is_closing = False
-        self.kill: Callable[[], None] | None = None
-        """As `RunningAttempt.kill`, for work that is no attempt."""
         self.task = asyncio.get_running_loop().create_task(self._work())
 
     def turn_is_over(self) -> bool:
@@ -65,9 +66,22 @@ class Worker:
         await asyncio.sleep(0)
         self._turn_began = time.monotonic()
 
+    async def absorb_cancellation(self) -> None:
+        """A stop ends what the worker is at and not the worker; nor may a handler end it by cancelling its task."""
+        if not self.task.cancelling() or self.is_closing:
+            return
+        try:
+            # One that was asked for and has not been delivered would strike the next sample.
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            if self.is_closing:
+                raise
+        while self.task.cancelling():
+            self.task.uncancel()
+
     async def _work(self) -> None:
         self._pool.worker_is_here()
-        while not self.is_abandoned:
+        while self.takes_work:
             if self.turn_is_over():
                 # Not between a permit and its attempt: what is admitted first begins first.
                 await self.give_way()
@@ -78,9 +92,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Permits that wait for a worker, in order, and the workers. `on_crash` is told of a worker that ended by an
-    exception.
-    """
+    """The workers, and the permits that wait for one, in order. `on_crash` gets each worker that an exception ended."""
 
     def __init__(self, max_workers: int, on_crash: Callable[[Worker, BaseException], None]) -> None:
         self._max_workers = max_workers
@@ -115,24 +127,31 @@ class WorkerPool:
 
     def abandon(self, worker: Worker) -> None:
         """Gives up a worker whose handler does not stop; another may take its place."""
-        worker.is_abandoned = True
+        worker.is_abandoned, worker.takes_work = True, False
         self._workers.discard(worker)
         self._abandoned.add(worker)
         if self._permits:
             self._wake_one()
 
     async def close(self, grace_seconds: float) -> int:
-        """Ends all workers; how many did not end within the grace.
+        """Ends all workers, and says how many did not end within the grace.
 
-        What was abandoned has had its grace before, and is told once more but not waited for.
+        A worker that was told to stop before is not told again while it has its grace: a second cancellation would
+        strike its handler as it cleans up. An abandoned worker has had its grace: it is told and not waited for.
         """
         self._is_closed = True
         workers = self._workers | self._abandoned
+        stopping: list[Worker] = []
         for worker in workers:
-            worker.is_closing = True
-            worker.task.cancel()
+            worker.is_closing, worker.takes_work = True, False
+            if worker.is_abandoned or worker.running is None or worker.running.state is RUNNING:
+                worker.task.cancel()
+            else:
+                stopping.append(worker)
         if self._workers:
             await asyncio.wait([worker.task for worker in self._workers], timeout=grace_seconds)
+        for worker in stopping:
+            worker.task.cancel()
         return sum(not worker.task.done() for worker in workers)
 
     def _wake_one(self) -> None:
@@ -155,7 +174,7 @@ class WorkerPool:
         self._abandoned.discard(worker)
         self._is_waking = False  # If it was on its way, it does not come any more.
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        # One that was at nothing is cancelled only with everything else, at the end of its loop.
+        # The end of the loop cancels everything, idle workers too: that is no crash.
         was_at_work = worker.is_at_work or not task.cancelled()
         if error is not None and was_at_work and not worker.is_closing:
             logger.error("a worker crashed", exc_info=error)

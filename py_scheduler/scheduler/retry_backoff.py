@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from py_scheduler.domain.explanations import TaskWait
 from py_scheduler.domain.requests import WaitingBatch
 from py_scheduler.domain.values.backoff import backoff_seconds
-from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.execution.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from collections.abc import Callable

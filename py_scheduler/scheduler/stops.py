@@ -15,7 +15,7 @@ from py_scheduler.domain.events import AbortRequested, StopCause
 from py_scheduler.domain.requests import AbortReply, AbortRequest
 from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import NotFoundError
-from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.execution.deadlines import Deadlines
 from py_scheduler.scheduler.intake import abort_digest
 from py_scheduler.scheduler.ledger.commands import StopTasks
 from py_scheduler.scheduler.supervisor import EVERYTHING, TaskScope

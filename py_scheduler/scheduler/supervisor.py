@@ -1,18 +1,19 @@
-"""Watches over what runs: phases, deadlines, stops, workers that are lost. Implements
+"""Supervises the attempts that run: their limits, their stops, the workers that are lost. Implements
 `execution.evaluator.AttemptBoard`.
 
 Invariants
   1. `_running` holds exactly the attempts that the ledger calls RUNNING.
-  2. A stop ends in one of three ways: the handler comes back; after `stop_grace_seconds` its runner is killed, if it is
-     one that can be; or its worker is given up and its room stranded.
-  3. An evaluator without permits has no pending attempts: what is left when its last permit goes waits for room again.
+  2. Every stop goes down the ladder of `execution/stopping.py`. An attempt that the ladder strands ends in the ledger
+     without its worker, and its room stays taken until its handler comes back.
+  3. An evaluator without permits has no pending attempts: those that are left when its last permit goes wait for room
+     again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -22,8 +23,8 @@ from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, Runnin
 from py_scheduler.execution.evaluator import Evaluator
 from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.runner import INLINE
+from py_scheduler.execution.stopping import StopLadder
 from py_scheduler.execution.workers import WorkerPool
-from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.group_scorer import GroupScorer
 from py_scheduler.scheduler.ledger.commands import EndAttempt, StartAttempt
 from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
@@ -69,10 +70,18 @@ class TaskScope(msgspec.Struct, frozen=True):
 EVERYTHING = TaskScope()
 
 
-class Supervisor:
-    """Everything that runs.
+class SupervisedAttempt(RunningAttempt):
+    """A running attempt, with the worker that runs it and the evaluator that this worker drains."""
 
-    `requeue` takes attempts that wait again; `permit_returned` is told of each permit that is free, `room_is_stranded`
+    __slots__ = ("evaluator", "worker")
+    evaluator: Evaluator
+    worker: Worker
+
+
+class Supervisor:
+    """All attempts that run.
+
+    `requeue` takes attempts that wait again. `permit_returned` is told of each permit that is free, `room_is_stranded`
     how many tokens are held by handlers that ignore their stop.
     """
 
@@ -96,14 +105,18 @@ class Supervisor:
         self.backoffs = RetryBackoffs(recorder.ledger, services.clock, settings, requeue)
         self._permit_returned = permit_returned
         self._room_is_stranded = room_is_stranded
-        self._running: dict[AttemptRef, RunningAttempt] = {}
-        self._stranded: dict[AttemptRef, RunningAttempt] = {}
-        self._deadlines: Deadlines[RunningAttempt] = Deadlines(services.clock, self._on_deadline)
+        self._running: dict[AttemptRef, SupervisedAttempt] = {}
+        self._stranded: dict[AttemptRef, SupervisedAttempt] = {}
+        self._ladder: StopLadder[SupervisedAttempt] = StopLadder(
+            services.clock, settings.stop_grace_seconds, self._on_limit, self._strand
+        )
+        # An attempt arms limits of nothing but itself, and all attempts here are supervised ones.
+        self._arm = cast("Callable[[float, RunningAttempt], None]", self._ladder.limit)
         self._workers = WorkerPool(settings.max_running_samples, self._on_crash)
         self._stopped = Notifier()
         self.groups = GroupScorer(recorder, services.clock, settings, runners, self._stopped.ring)
         self.is_draining = False
-        """No attempt is started any more; what runs may finish."""
+        """No attempt begins any more; those that run may finish."""
 
     def launch(
         self,
@@ -119,14 +132,15 @@ class Supervisor:
         for token in tokens:
             self._workers.submit(evaluator, token)
 
-    # What evaluators say
+    # For evaluators
 
     def begin(
         self, planned: PlannedAttempt, evaluator: Evaluator, token: PlacementToken | None, worker: Worker
-    ) -> RunningAttempt | None:
+    ) -> SupervisedAttempt | None:
         if self.is_draining:
             return None
-        running = RunningAttempt(planned, evaluator, token, worker, self._clock, self._deadlines.add)
+        running = SupervisedAttempt(planned, token, worker.task, self._clock, self._arm)
+        running.evaluator, running.worker = evaluator, worker
         start = StartAttempt(planned.ref, running.node_ip, running.gpu_ids, running.began_unix_seconds)
         if not self._recorder.record(start, planned.namespace):
             return None
@@ -136,7 +150,7 @@ class Supervisor:
             self._limit(running)
         return running
 
-    def _limit(self, running: RunningAttempt) -> None:
+    def _limit(self, running: SupervisedAttempt) -> None:
         config = running.planned.task.config
         seconds = config.attempt_timeout_seconds
         if config.has_dynamic_timeout:
@@ -144,7 +158,7 @@ class Supervisor:
         if seconds is not None:
             running.limit(seconds)
 
-    def end(self, running: RunningAttempt, report: AttemptReport) -> None:
+    def end(self, running: SupervisedAttempt, report: AttemptReport) -> None:
         running.is_over = True
         running.worker.running = None
         self._running.pop(running.ref, None)
@@ -165,88 +179,71 @@ class Supervisor:
     # Stops
 
     def stop(self, task_id: str, cause: StopCause, reason: str, *, restarts_runners: bool = False) -> None:
-        """Cancels what runs of a task."""
+        """Stops the attempts of a task that run, or the score of its group."""
         for ref in self._recorder.ledger.running_attempts(task_id):
             running = self._running.get(ref)
             if running is not None:
-                self._stop(running, cause, reason, restarts_runner=restarts_runners)
-        self.groups.stop(task_id)
+                self._ladder.stop(running, cause, reason, restarts_runner=restarts_runners)
+        self.groups.stop(task_id, cause, reason)
 
     def unconfirmed(self, concerned: TaskScope) -> tuple[str, ...]:
         """Tasks whose work has not been seen to stop: still running, or stranded."""
         return tuple(dict.fromkeys(task_id for task_id, _ in self._at_work(concerned)))
 
     async def wait_stopped(self, concerned: TaskScope) -> None:
-        """Returns when none of these tasks runs any more; what is stranded is not waited for."""
+        """Returns when none of these tasks runs any more. It does not wait for stranded work."""
         while any(not is_stranded for _, is_stranded in self._at_work(concerned)):
             await self._stopped.next_ring().wait()
 
     def _at_work(self, concerned: TaskScope) -> Iterator[tuple[str, bool]]:
-        """The tasks that attempts or scores of groups are at, and whether those are stranded."""
+        """The tasks of attempts and group scores that run, each with whether that work is stranded."""
         for running in itertools.chain(self._running.values(), self._stranded.values()):
             if concerned.includes(running.ref.task_id, running.planned.submission_id):
                 yield running.ref.task_id, running.is_stranded
         for group in self.groups.open_groups():
-            if concerned.includes(group.record.task_id, group.record.submission.submission_id):
-                yield group.record.task_id, group.is_stranded
+            if concerned.includes(group.task_id, group.record.submission.submission_id):
+                yield group.task_id, group.is_stranded
 
     async def close(self) -> int:
         """Ends the workers; how many did not end within the grace."""
-        self._deadlines.clear()
+        self._ladder.clear()
         self.backoffs.clear()
         return sum(await asyncio.gather(self._workers.close(self._stop_grace_seconds), self.groups.close()))
 
-    def _stop(self, running: RunningAttempt, cause: StopCause, reason: str, *, restarts_runner: bool = False) -> None:
-        if running.stop(cause, reason, restarts_runner=restarts_runner):
-            running.stop_deadline = self._clock.monotonic() + self._stop_grace_seconds
-            self._deadlines.add(running.stop_deadline, running)
-
-    def _on_deadline(self, running: RunningAttempt, when: float) -> None:
-        if running.stop_cause is not None:
-            if when == running.stop_deadline and not self._kill(running):
-                self._strand(running)
-        elif running.clock_stands_still:
-            pass  # It is armed again when the clock goes on.
-        elif when == running.attempt_deadline:
-            self._stop(running, StopCause.ATTEMPT_TIMEOUT, f"the attempt took over {when - running.began_at:g} s")
+    def _on_limit(self, running: SupervisedAttempt, when: float) -> None:
+        if running.clock_stands_still:
+            return  # The limit is armed again when the clock goes on.
+        if when == running.attempt_deadline:
+            reason = f"the attempt took over {when - running.began_at:g} s"
+            self._ladder.stop(running, StopCause.ATTEMPT_TIMEOUT, reason)
         elif when == running.phase_deadline:
             spec, phase = running.evaluator.spec, running.phase
             seconds = spec.run_timeout_seconds if phase == "run" else spec.eval_timeout_seconds
-            self._stop(running, StopCause.PHASE_TIMEOUT, f"{phase}_timeout_seconds ({seconds:g}) passed")
+            self._ladder.stop(running, StopCause.PHASE_TIMEOUT, f"{phase}_timeout_seconds ({seconds:g}) passed")
 
-    def _kill(self, running: RunningAttempt) -> bool:
-        """Ends the runner that ignores a stop; False when there is none to be killed (any more)."""
-        kill, running.kill = running.kill, None
-        if kill is None or running.is_over:
-            return False
-        kill()
-        running.stop_deadline = self._clock.monotonic() + self._stop_grace_seconds
-        self._deadlines.add(running.stop_deadline, running)
-        return True
-
-    def _strand(self, running: RunningAttempt) -> None:
-        """The handler ignores its stop: end the attempt without it, and let another worker take the place of its
+    def _strand(self, running: SupervisedAttempt) -> None:
+        """Ends an attempt without its handler, which ignores its stop, and lets another worker take the place of its
         own.
         """
-        if running.stop_cause is None or running.is_stranded:
-            return
-        running.is_stranded = True
+        cause = running.stop_cause
+        assert cause is not None, "only a stop strands an attempt"
         del self._running[running.ref]
         self._stranded[running.ref] = running
         self._room_is_stranded(len(self._stranded))
         message = f"{running.stop_reason}; the handler did not stop within {self._stop_grace_seconds:g} s"
-        sample = unfinished_sample(running, running.stop_cause.outcome, message)
-        self._report(running, AttemptReport(running.stop_cause.attempt_state, (sample,), message), confirmed=False)
+        sample = unfinished_sample(running, cause.outcome, message)
+        self._report(running, AttemptReport(cause.attempt_state, (sample,), message), confirmed=False)
         self._workers.abandon(running.worker)
         self._permit_is_gone(running.evaluator)
         self._stopped.ring()
 
     def _on_crash(self, worker: Worker, error: BaseException) -> None:
-        """A worker ended by a fault of ours: its attempt is LOST. Its permit came back on the way out."""
-        if worker.running is not None:
+        """A fault of this program ended a worker: its attempt is LOST. Its permit came back on the way out."""
+        running = worker.running
+        if isinstance(running, SupervisedAttempt):
             message = f"its worker crashed: {describe(error)}"
-            sample = unfinished_sample(worker.running, Outcome.INFRA_OTHER, message)
-            self.end(worker.running, AttemptReport(AttemptState.LOST, (sample,), message))
+            sample = unfinished_sample(running, Outcome.INFRA_OTHER, message)
+            self.end(running, AttemptReport(AttemptState.LOST, (sample,), message))
 
     def _permit_is_gone(self, evaluator: Evaluator) -> None:
         evaluator.active_permits -= 1
@@ -257,7 +254,7 @@ class Supervisor:
             if attempts:
                 self._requeue(evaluator.spec, attempts)
 
-    def _report(self, running: RunningAttempt, report: AttemptReport, *, confirmed: bool = True) -> None:
+    def _report(self, running: SupervisedAttempt, report: AttemptReport, *, confirmed: bool = True) -> None:
         planned = running.planned
         unix_seconds = self._clock.unix_time()
         running_seconds = self._clock.monotonic() - running.began_at

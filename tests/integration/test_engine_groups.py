@@ -268,7 +268,7 @@ async def test_a_crashed_scorer_ends_its_task(monkeypatch: pytest.MonkeyPatch) -
     async def crashes(*_: Any) -> Any:
         raise RuntimeError("a fault of the scheduler itself")
 
-    monkeypatch.setattr("py_scheduler.execution.runner.play_group", crashes)
+    monkeypatch.setattr("py_scheduler.execution.runner.score_group", crashes)
     async with running_engine(spec_of(RankingAgent())) as harness:
         done = await one_done(harness, await harness.submit([task_of()]))
     assert done.state is TaskState.FAILED

@@ -14,7 +14,7 @@ from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import (
     FailedPreconditionError,
 )
-from py_scheduler.execution.play import play_sample
+from py_scheduler.execution.run_sample import run_sample
 from tests.support.fake_clock import settle
 from tests.support.handlers import (
     ScriptedAgent,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.execution.attempt import RunningAttempt
     from py_scheduler.execution.episode import HandlerEpisode
+    from py_scheduler.execution.workers import Worker
 
 
 async def test_a_failed_attempt_is_retried_within_its_budget() -> None:
@@ -202,13 +203,13 @@ async def test_a_crashed_worker_loses_its_attempt_which_is_tried_again_and_then_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def crashes_on_poison(
-        running: RunningAttempt, episode: HandlerEpisode, *others: Any
+        running: RunningAttempt, worker: Worker, episode: HandlerEpisode, *others: Any
     ) -> tuple[AttemptState, SampleDone]:
         if episode.sample.task.prompt == "poison":
             raise RuntimeError("a fault of the scheduler itself")
-        return await play_sample(running, episode, *others)
+        return await run_sample(running, worker, episode, *others)
 
-    monkeypatch.setattr("py_scheduler.execution.runner.play_sample", crashes_on_poison)
+    monkeypatch.setattr("py_scheduler.execution.runner.run_sample", crashes_on_poison)
     pool = two_nodes()
     async with running_engine(gpu_spec(SolvingAgent(), 1.0, budget_gpus=2), pool=pool) as harness:
         reply = await harness.submit([task_of("poison"), *(task_of("fine") for _ in range(20))])

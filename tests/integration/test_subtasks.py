@@ -9,9 +9,8 @@ from py_scheduler.domain.events import AttemptEnded, AttemptRef
 from py_scheduler.domain.requests import AbortRequest, SubmissionSelector
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone
 from py_scheduler.domain.task import RetryPolicy
-from py_scheduler.execution.attempt import AttemptReport
-from py_scheduler.execution.play import absorb_cancellation
-from py_scheduler.execution.runner import InlineRunner, stopped_report
+from py_scheduler.execution.attempt import AttemptReport, stopped_report
+from py_scheduler.execution.runner import InlineRunner
 from py_scheduler.scheduler.ledger.commands import EndAttempt
 from py_scheduler.scheduler.ledger.dynamic_timeout import DynamicTimeoutSettings
 from py_scheduler.scheduler.settings import EngineSettings
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from py_scheduler.execution.attempt import RunningAttempt
+    from py_scheduler.execution.workers import Worker
 
 
 class Whole(InlineRunner):
@@ -34,7 +34,7 @@ class Whole(InlineRunner):
         self._takes_seconds = takes_seconds
         self.attempts: list[RunningAttempt] = []
 
-    async def play(self, running: RunningAttempt) -> AttemptReport:
+    async def run(self, running: RunningAttempt, worker: Worker, *_: object) -> AttemptReport:
         self.attempts.append(running)
         over = asyncio.Event()
         seconds = self._takes_seconds(running)
@@ -43,9 +43,9 @@ class Whole(InlineRunner):
         try:
             await over.wait()
         except asyncio.CancelledError:
-            if running.worker.is_closing:
+            if worker.is_closing:
                 raise
-            await absorb_cancellation(running.worker)
+            await worker.absorb_cancellation()
             return stopped_report(running)
         return whole_report(running)
 

@@ -10,7 +10,7 @@ import pytest
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.results import AgentResult
 from py_scheduler.domain.values.metrics import plain_metrics
-from py_scheduler.execution.play import checked_result
+from py_scheduler.execution.run_sample import checked_result
 
 
 class TensorOfOne:

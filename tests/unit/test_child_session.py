@@ -14,9 +14,9 @@ from py_scheduler.domain.runners.frames import (
     PROTOCOL,
     Ask,
     Cancel,
+    EvalGroup,
     Generate,
     Hello,
-    PlayGroup,
     Pong,
     Raised,
     Ready,
@@ -51,7 +51,7 @@ def rewards(*scores: float) -> msgspec.Raw:
 
 def order_no(child: FakeChild) -> int:
     """Of the last phase that it was told to play."""
-    return [said.order_no for said in child.heard if isinstance(said, PlayGroup)][-1]
+    return [said.order_no for said in child.heard if isinstance(said, EvalGroup)][-1]
 
 
 async def test_a_word_that_comes_late_answers_no_other_order() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from py_scheduler.scheduler.deadlines import Deadlines
+from py_scheduler.execution.deadlines import Deadlines
 from tests.support.fake_clock import FakeClock
 
 

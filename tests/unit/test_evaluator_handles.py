@@ -49,7 +49,7 @@ async def test_a_slot_that_is_cancelled_as_it_gets_its_handle_leaves_it(turns: i
     handle: Any = OneHandle()
     attempt = PlannedAttempt(AttemptRef("s-1", 0, 1), task_of(), 0, 1, "s", "default", (0, 0), 0.0)
     evaluator = Evaluator(spec_of(BaseAgent()), [attempt], SimpleNamespace(), handle, 0.0, handle)  # type: ignore[arg-type]
-    worker: Any = SimpleNamespace(is_abandoned=False, turn_is_over=lambda: False)
+    worker: Any = SimpleNamespace(takes_work=True, turn_is_over=lambda: False)
     permit = asyncio.create_task(evaluator.drain(None, worker))
     await settle()
     handle.given.set()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class FakeActor:
     def __init__(self) -> None:
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.play = self
+        self.serve = self
         self.secret = ""
 
     def remote(self, _host: str, _port: int, secret: str, _variables: dict[str, str]) -> FakeActor:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.generation import ChatMessage
     from py_scheduler.domain.resources import PlacementToken
-    from py_scheduler.domain.runners.frames import PlayRun, TokenSaid
+    from py_scheduler.domain.runners.frames import RunSample, TokenSaid
     from py_scheduler.domain.task import Sample
     from py_scheduler.domain.training.iteration import IterationContext
 
@@ -180,9 +180,9 @@ class TokenView:
 
 
 class EpisodeClient:
-    """One episode, from a `PlayRun` until `close`."""
+    """One episode, from a `RunSample` until `close`."""
 
-    def __init__(self, calls: Calls, said: PlayRun) -> None:
+    def __init__(self, calls: Calls, said: RunSample) -> None:
         self._calls = calls
         self.sample: Sample = said.sample
         self.attempt_no = said.attempt_no

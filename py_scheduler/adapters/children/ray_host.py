@@ -44,7 +44,7 @@ _ENTRY = "py_scheduler.child_main"
 class RayChild:
     """The actor. It is a child like any other, once it is connected."""
 
-    def play(self, host: str, port: int, secret: str, variables: dict[str, str]) -> None:
+    def serve(self, host: str, port: int, secret: str, variables: dict[str, str]) -> None:
         """Returns when the server lets it go."""
         os.environ.update(variables)
         connected = socket.create_connection((host, port))
@@ -181,7 +181,7 @@ class RayHost:
             strategies = importlib.import_module("ray.util.scheduling_strategies")
             options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
         actor = self._actor_class.options(**options).remote()
-        return actor, actor.play.remote(*self._address, secret, variables).future()
+        return actor, actor.serve.remote(*self._address, secret, variables).future()
 
     def _admit(self, protocol: FrameProtocol, hello: Hello) -> bool:
         """Whether it is an actor that is waited for."""

@@ -6,9 +6,9 @@ to a frame.
       MakeHandler ->                           imports and makes it
       <- Ready | Unfit
       Ping -> <- Pong                          before every attempt: it is alive, and its loop turns
-      PlayRun -> ... <- Returned | Raised      the handler's run
-      PlayEval -> ... <- Returned | Raised     its eval, of what run returned, which stays in the child
-      PlayGroup -> ... <- Returned | Raised    its eval_group
+      RunSample -> ... <- Returned | Raised      the handler's run
+      EvalSample -> ... <- Returned | Raised     its eval, of what run returned, which stays in the child
+      EvalGroup -> ... <- Returned | Raised    its eval_group
       during any of them: <- Ask, Answer | Refused ->, <- Withdraw, Cancel ->
       Leave ->                                 ends
 
@@ -28,7 +28,7 @@ from py_scheduler.domain.results import Outcome, SampleDone
 from py_scheduler.domain.task import Sample, Task
 from py_scheduler.domain.training.iteration import IterationContext
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -188,7 +188,7 @@ class TokenSaid(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     gpu_ids: list[int]
 
 
-class PlayRun(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class RunSample(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """variables: for the child's environment while it plays this sample."""
 
     order_no: int
@@ -199,11 +199,11 @@ class PlayRun(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     variables: dict[str, str]
 
 
-class PlayEval(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class EvalSample(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     order_no: int
 
 
-class PlayGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+class EvalGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     order_no: int
     task: Task
     samples: list[SampleDone]
@@ -231,7 +231,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     pass
 
 
-Order = MakeHandler | Ping | PlayRun | PlayEval | PlayGroup
+Order = MakeHandler | Ping | RunSample | EvalSample | EvalGroup
 ServerFrame = Order | Cancel | Answer | Refused | Leave
 
 _encoder = msgspec.msgpack.Encoder()

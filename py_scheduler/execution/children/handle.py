@@ -1,22 +1,25 @@
-"""What a permit takes at a child runner: a child that plays one attempt, or the word that none could be started."""
+"""What a permit takes at a child runner: a child that runs one attempt, or the word that none could be started."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from py_scheduler.execution.play import play_group
-from py_scheduler.execution.runner import lost_report, play_samples
+from py_scheduler.execution.attempt import lost_report
+from py_scheduler.execution.run_sample import score_group
+from py_scheduler.execution.runner import run_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.results import Reward, SampleDone
-    from py_scheduler.domain.task import Task
-    from py_scheduler.execution.attempt import AttemptReport, RunningAttempt
+    from py_scheduler.domain.results import Reward
+    from py_scheduler.execution.attempt import AttemptReport, RunningAttempt, RunningGroup
     from py_scheduler.execution.children.session import ChildSession
     from py_scheduler.execution.children.slots import ChildSlot
+    from py_scheduler.execution.episode import EpisodeServices
     from py_scheduler.execution.workers import Worker
+
+_IGNORED_STOP = "its handler ignored a stop"
 
 
 class ChildHandle:
@@ -32,49 +35,56 @@ class ChildHandle:
         self._suspicion = ""
         self.is_usable = True
 
-    async def play(self, running: RunningAttempt) -> AttemptReport:
+    async def run(
+        self, running: RunningAttempt, worker: Worker, spec: EvaluatorSpec, services: EpisodeServices
+    ) -> AttemptReport:
         session, slot = self._session, self._slot
         self.is_usable = False
-        session.worker, slot.running = running.worker, running
-        running.kill = lambda: session.kill("its handler ignored a stop")
+        session.worker, slot.running = worker, running
+        running.kill = lambda: session.kill(_IGNORED_STOP)
         try:
-            return await play_samples(running, session)
+            return await run_samples(running, worker, spec, services, session)
         finally:
             session.worker = slot.running = None
             session.forget_episode()
             self._suspicion = "its work was stopped" if running.restarts_runner else ""
 
-    async def play_group(
-        self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
+    async def score_group(
+        self, group: RunningGroup, worker: Worker, spec: EvaluatorSpec
     ) -> tuple[tuple[Reward, ...], str]:
-        self._session.worker = worker
-        worker.kill = lambda: self._session.kill("its handler ignored a stop")
+        session = self._session
+        session.worker = worker
+        group.kill = lambda: session.kill(_IGNORED_STOP)
         try:
-            return await play_group(worker, task_id, task, samples, spec, self._session)
+            return await score_group(group, worker, spec, session)
         finally:
-            self._session.worker = worker.kill = None
+            session.worker = group.kill = None
 
     def leave(self) -> None:
         self._give_back(self._slot, self._suspicion)
 
 
 class EmptyHandle:
-    """Where no child could be started: what is played there is lost, so that whoever waits hears why."""
+    """Where no child could be started: an attempt there is lost, so that whoever waits hears why."""
 
     def __init__(self, how: str) -> None:
         self._how = how
         self.is_usable = True
 
-    async def play(self, running: RunningAttempt) -> AttemptReport:
+    async def run(
+        self,
+        running: RunningAttempt,
+        worker: Worker,  # noqa: ARG002 -- as of every handle
+        spec: EvaluatorSpec,  # noqa: ARG002
+        services: EpisodeServices,  # noqa: ARG002
+    ) -> AttemptReport:
         self.is_usable = False
         return lost_report(running, self._how)
 
-    async def play_group(
+    async def score_group(
         self,
-        worker: Worker,  # noqa: ARG002 -- as of every handle
-        task_id: str,  # noqa: ARG002
-        task: Task,  # noqa: ARG002
-        samples: Sequence[SampleDone],  # noqa: ARG002
+        group: RunningGroup,  # noqa: ARG002 -- as of every handle
+        worker: Worker,  # noqa: ARG002
         spec: EvaluatorSpec,  # noqa: ARG002
     ) -> tuple[tuple[Reward, ...], str]:
         return (), f"eval_group: {self._how}"

@@ -153,7 +153,7 @@ class ChildRunners:
                 raise
             if is_alive:
                 slot.failed_tries = slot.failed_rounds = 0
-                slot.has_played = True
+                slot.has_run = True
                 return ChildHandle(self.give_back, slot, session)
             self.give_back(slot, suspicion="it did not say that it was alive")
             if slot.state is RunnerState.FAILED and self._slots.is_hopeless(self._slots.queue(key)):
@@ -189,7 +189,7 @@ class ChildRunners:
     def _replace(self, slot: ChildSlot) -> None:
         slot.session = None
         slot.restarts += 1
-        if slot.has_played:
+        if slot.has_run:
             self._start(slot)
         else:
             self._has_failed(slot)
@@ -278,7 +278,7 @@ class ChildRunners:
             self._provide_all()
             return
         slot.state = RunnerState.STARTING
-        slot.has_played = False
+        slot.has_run = False
         task = asyncio.get_running_loop().create_task(self._bring_up(slot), name=f"start {slot.runner_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

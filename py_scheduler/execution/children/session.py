@@ -22,20 +22,20 @@ from py_scheduler.domain.runners.frames import (
     AgentSaid,
     Ask,
     Cancel,
+    EvalGroup,
+    EvalSample,
     Hello,
     Leave,
     Leaving,
     MakeHandler,
     Order,
     Ping,
-    PlayEval,
-    PlayGroup,
-    PlayRun,
     Pong,
     Raised,
     Ready,
     Returned,
     RewardSaid,
+    RunSample,
     TokenSaid,
     Unfit,
     Withdraw,
@@ -65,7 +65,7 @@ _ODD = "it said what no runner says"
 
 
 class ChildSession(BaseAgent):
-    """One live child. To `execution.play` it is the handler.
+    """One live child. To `execution.run_sample` it is the handler.
 
     worker: whose task a stop cancels; set by whoever plays. resident_mib: what the child said of itself last.
     how_it_ended: once it is over.
@@ -130,7 +130,7 @@ class ChildSession(BaseAgent):
     async def run(self, episode: Episode) -> AgentResult:
         self._answers.episode, token, iteration = episode, episode.token, episode.iteration
         value = await self._play(
-            PlayRun(
+            RunSample(
                 order_no=self._next_no(),
                 sample=episode.sample,
                 attempt_no=episode.attempt_no,
@@ -145,16 +145,16 @@ class ChildSession(BaseAgent):
         )
 
     async def eval(self, episode: Episode, result: AgentResult) -> Reward:  # noqa: ARG002 -- the child has the result
-        value = await self._play(PlayEval(order_no=self._next_no()))
+        value = await self._play(EvalSample(order_no=self._next_no()))
         await self._quiet()
         self.forget_episode()
         return self._reward_of(self._read(value, RewardSaid))
 
     async def eval_group(self, task: Task, samples: Sequence[SampleDone]) -> Sequence[Reward]:
-        value = await self._play(PlayGroup(order_no=self._next_no(), task=task, samples=[*samples]))
+        value = await self._play(EvalGroup(order_no=self._next_no(), task=task, samples=[*samples]))
         return [self._reward_of(said) for said in self._read(value, list[RewardSaid])]
 
-    async def _play(self, order: PlayRun | PlayEval | PlayGroup) -> msgspec.Raw:
+    async def _play(self, order: RunSample | EvalSample | EvalGroup) -> msgspec.Raw:
         try:
             word = await self._word_for(order, (Returned, Raised), passes_stops=True)
         except RunnerLostError:

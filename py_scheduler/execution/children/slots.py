@@ -28,7 +28,7 @@ class ChildSlot:
     """Where one child lives, and after it the next: kept over restarts.
 
     failed_tries: starts in a row that came to nothing. failed_rounds: how often in a row all tries did.
-    has_played: the child that is there now, whether it was ever given to a permit.
+    has_run: the child that is there now, whether it was ever given to a permit.
     """
 
     def __init__(self, runner_id: str, key: RunnerKey) -> None:
@@ -40,7 +40,7 @@ class ChildSlot:
         self.restarts = 0
         self.failed_tries = 0
         self.failed_rounds = 0
-        self.has_played = False
+        self.has_run = False
         self.message = ""
 
     def view(self, kind: str, evaluator_id: str, now: float) -> RunnerView:

@@ -47,8 +47,8 @@ from py_scheduler.errors import (
     ResourceExhaustedError,
     UnplaceableError,
 )
+from py_scheduler.execution.deadlines import Deadlines
 from py_scheduler.placement import tokens_in_budget
-from py_scheduler.scheduler.deadlines import Deadlines
 from py_scheduler.scheduler.leases.record import LeaseRecord, resolve
 from py_scheduler.scheduler.queue.task_explanation import node_shortage
 

@@ -21,9 +21,8 @@ from py_scheduler.domain.runners.runner import RunnerState, RunnerView
 from py_scheduler.domain.values.metrics import plain_metrics, task_metrics
 from py_scheduler.domain.values.plain import safe_text, words_of
 from py_scheduler.errors import RunnerLostError
-from py_scheduler.execution.attempt import AttemptReport
-from py_scheduler.execution.play import absorb_cancellation
-from py_scheduler.execution.runner import RunnerGoneError, lost_report, stopped_report
+from py_scheduler.execution.attempt import AttemptReport, lost_report, stopped_report
+from py_scheduler.execution.runner import RunnerGoneError
 from py_scheduler.interfaces.trinity.mirrors import RunningTaskState
 from py_scheduler.interfaces.trinity.runners.preparing import wait_seconds
 from py_scheduler.placement import PlacementPool
@@ -35,7 +34,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.domain.results import Reward
     from py_scheduler.domain.task import Task
-    from py_scheduler.execution.attempt import PlannedAttempt, RunningAttempt
+    from py_scheduler.execution.attempt import PlannedAttempt, RunningAttempt, RunningGroup
+    from py_scheduler.execution.episode import EpisodeServices
     from py_scheduler.execution.workers import Worker
     from py_scheduler.interfaces.trinity.mirrors import TaskWrapper
     from py_scheduler.interfaces.trinity.protocols import RunStatus
@@ -246,7 +246,13 @@ class TrinityRunnerHandle:
     def leave(self) -> None:
         """The runner is free as soon as its token is."""
 
-    async def play(self, running: RunningAttempt) -> AttemptReport:
+    async def run(
+        self,
+        running: RunningAttempt,
+        worker: Worker,
+        spec: EvaluatorSpec,  # noqa: ARG002 -- as of every handle
+        services: EpisodeServices,  # noqa: ARG002
+    ) -> AttemptReport:
         """One try at a sub-task. What a workflow does is a status; a runner that dies is replaced."""
         runner, planned = self._runner, running.planned
         state = RunningTaskState(self._pool.task_of(planned), runner.runner_id)
@@ -256,12 +262,12 @@ class TrinityRunnerHandle:
         run_id_base = planned.first_sample_no + planned.task.metadata.get(RUN_ID_BASE, 0)
         work = asyncio.ensure_future(runner.run_task(state.task, planned.sample_count, run_id_base, partial))
         try:
-            await self._end_of(work, running)
+            await self._end_of(work, running, worker)
         finally:
             self._pool.ends(runner.runner_id)
         if runner.unfit_because:
             self._pool.replace(runner, runner.unfit_because)
-        await absorb_cancellation(running.worker)
+        await worker.absorb_cancellation()
         if running.stop_cause is not None:
             state.restart_runner_on_cancel = running.restarts_runner
             if running.restarts_runner:
@@ -269,8 +275,8 @@ class TrinityRunnerHandle:
             return stopped_report(running)
         return self._report(work, running)
 
-    async def play_group(
-        self, worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec
+    async def score_group(
+        self, group: RunningGroup, worker: Worker, spec: EvaluatorSpec
     ) -> tuple[tuple[Reward, ...], str]:
         raise NotImplementedError("workflows score their runs themselves")
 
@@ -280,14 +286,16 @@ class TrinityRunnerHandle:
             self._killed.set_result(why)
             self._pool.replace(self._runner, why)
 
-    async def _end_of(self, work: asyncio.Future[tuple[RunStatus, bytes]], running: RunningAttempt) -> None:
+    async def _end_of(
+        self, work: asyncio.Future[tuple[RunStatus, bytes]], running: RunningAttempt, worker: Worker
+    ) -> None:
         """Passes a stop on to the work, and returns when that has ended or its runner was killed."""
         while not (work.done() or self._killed.done()):
             try:
                 either: list[asyncio.Future[Any]] = [work, self._killed]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
-                if running.worker.is_closing:
+                if worker.is_closing:
                     self._runner.kill()
                     work.cancel()
                     work.add_done_callback(_ignored)

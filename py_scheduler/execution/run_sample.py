@@ -1,4 +1,4 @@
-"""Plays one sample: run, then eval, and turns whatever the handler does into one SampleDone. Scores groups likewise.
+"""Runs one sample: run, then eval, and turns whatever the handler does into one SampleDone. Scores groups likewise.
 
 This is the one boundary where a handler's exceptions are caught.
 """
@@ -27,12 +27,9 @@ from py_scheduler.errors import RunnerLostError
 from py_scheduler.execution.outcomes import classify_abort, classify_termination, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
     from py_scheduler.domain.ports import Clock
-    from py_scheduler.domain.task import Task
-    from py_scheduler.execution.attempt import RunningAttempt
+    from py_scheduler.execution.attempt import RunningAttempt, RunningGroup
     from py_scheduler.execution.episode import HandlerEpisode
     from py_scheduler.execution.workers import Worker
 
@@ -54,8 +51,8 @@ _INFRA_OTHER: Final = Outcome.INFRA_OTHER
 _Returned = TypeVar("_Returned", AgentResult, Reward)
 
 
-class _Play:
-    """What is known of a sample while it is played."""
+class _Progress:
+    """What is known of a sample while it runs."""
 
     __slots__ = ("eval_at", "outcome", "result", "reward", "run_at")
 
@@ -67,21 +64,22 @@ class _Play:
         self.outcome = _INFRA_OTHER
 
 
-async def play_sample(
+async def run_sample(
     running: RunningAttempt,
+    worker: Worker,
     episode: HandlerEpisode,
     handler: BaseAgent,
     spec: EvaluatorSpec,
     clock: Clock,
 ) -> tuple[AttemptState, SampleDone]:
     """Never raises for what the handler does; lets only the end of the worker itself pass."""
-    play = _Play(clock.monotonic())
+    progress = _Progress(clock.monotonic())
     error = ""
     try:
-        await _run_then_eval(play, running, episode, handler, spec, clock)
+        await _run_then_eval(progress, running, episode, handler, spec, clock)
         state = _SUCCEEDED
     except asyncio.CancelledError as cancelled:
-        if running.worker.is_closing:
+        if worker.is_closing:
             raise
         error = describe(cancelled) + ": raised by the handler itself"
         state = AttemptState.FAILED
@@ -92,23 +90,27 @@ async def play_sample(
         error, state = safe_text(str(lost)), AttemptState.LOST
     except BaseException as raised:  # noqa: BLE001 -- no handler ends the service, by SystemExit or otherwise
         # What a client's library makes of a failed generation, or a child process that ended over it, tells less.
-        play.outcome = classify_abort(episode.client_failure or raised)
+        progress.outcome = classify_abort(episode.client_failure or raised)
         error, state = describe(raised), AttemptState.FAILED
         who = f"sample {episode.sample.sample_no} of task {episode.sample.task_id}"
         _log_failure(who, running.phase, spec, error, raised)
     episode.close()
     while not episode.is_quiet:
-        await _wait_quiet(episode, running.worker)
-    if running.worker.task.cancelling():
-        await absorb_cancellation(running.worker)
+        await _wait_quiet(episode, worker)
+    if worker.task.cancelling():
+        await worker.absorb_cancellation()
     if running.stop_cause is not None:
-        state, play.outcome, error = running.stop_cause.attempt_state, running.stop_cause.outcome, running.stop_reason
-        play.reward = NO_REWARD
-    return state, _sample_done(play, running, episode, error, clock.monotonic())
+        state, progress.outcome, error = (
+            running.stop_cause.attempt_state,
+            running.stop_cause.outcome,
+            running.stop_reason,
+        )
+        progress.reward = NO_REWARD
+    return state, _sample_done(progress, running, episode, error, clock.monotonic())
 
 
 async def _run_then_eval(
-    play: _Play,
+    progress: _Progress,
     running: RunningAttempt,
     episode: HandlerEpisode,
     handler: BaseAgent,
@@ -116,30 +118,30 @@ async def _run_then_eval(
     clock: Clock,
 ) -> None:
     running.begin_phase("run", spec.run_timeout_seconds)
-    result = play.result = checked_result(await handler.run(episode), handler)
+    result = progress.result = checked_result(await handler.run(episode), handler)
     if running.stop_cause is not None:
         return
-    play.eval_at = clock.monotonic()
+    progress.eval_at = clock.monotonic()
     running.begin_phase("eval", spec.eval_timeout_seconds)
-    reward = play.reward = checked_reward(await handler.eval(episode, result), handler, "eval")
+    reward = progress.reward = checked_reward(await handler.eval(episode, result), handler, "eval")
     if result.payload:
         if len(running.payload) + len(result.payload) > _MAX_PAYLOAD_BYTES:
             raise ValueError(f"{type(handler).__name__} gave over {_MAX_PAYLOAD_BYTES} bytes of payload in a SubTask")
         running.payload += result.payload
-    play.outcome = classify_termination(reward.score, result.termination_reason, spec.solve_threshold)
+    progress.outcome = classify_termination(reward.score, result.termination_reason, spec.solve_threshold)
 
 
-async def play_group(
-    worker: Worker, task_id: str, task: Task, samples: Sequence[SampleDone], spec: EvaluatorSpec, handler: BaseAgent
+async def score_group(
+    group: RunningGroup, worker: Worker, spec: EvaluatorSpec, handler: BaseAgent
 ) -> tuple[tuple[Reward, ...], str]:
     """The handler's rewards of a whole group, one to a sample, or else what went wrong.
 
-    Like `play_sample` it never raises for what the handler does.
+    Like `run_sample` it never raises for what the handler does.
     """
     rewards: tuple[Reward, ...] = ()
     error = ""
     try:
-        rewards = checked_rewards(await handler.eval_group(task, samples), len(samples), handler)
+        rewards = checked_rewards(await handler.eval_group(group.task, group.samples), len(group.samples), handler)
     except asyncio.CancelledError as cancelled:
         if worker.is_closing:
             raise
@@ -148,8 +150,8 @@ async def play_group(
         raise
     except BaseException as raised:  # noqa: BLE001 -- as above
         error = f"eval_group: {describe(raised)}"
-        _log_failure(f"task {task_id}", "eval_group", spec, error, raised)
-    await absorb_cancellation(worker)
+        _log_failure(f"task {group.task_id}", "eval_group", spec, error, raised)
+    await worker.absorb_cancellation()
     return rewards, error
 
 
@@ -233,20 +235,6 @@ def _checked(value: object, kind: type[_Returned], handler: BaseAgent, method: s
         raise TypeError(f"{name}.{method} returned a {kind.__name__} that is not one: {error}") from error
 
 
-async def absorb_cancellation(worker: Worker) -> None:
-    """A stop is meant for the attempt, not for its worker; nor may a handler end the worker by cancelling its task."""
-    if not worker.task.cancelling() or worker.is_closing:
-        return
-    try:
-        # One that was asked for and has not been delivered would strike the next sample.
-        await asyncio.sleep(0)
-    except asyncio.CancelledError:
-        if worker.is_closing:
-            raise
-    while worker.task.cancelling():
-        worker.task.uncancel()
-
-
 async def _wait_quiet(episode: HandlerEpisode, worker: Worker) -> None:
     """What clients of the episode have generated until now belongs to its record."""
     try:
@@ -260,30 +248,34 @@ def _text_only(said: object) -> str:
     return safe_text(said) if isinstance(said, str) else ""
 
 
-def _sample_done(play: _Play, running: RunningAttempt, episode: HandlerEpisode, error: str, now: float) -> SampleDone:
+def _sample_done(
+    progress: _Progress, running: RunningAttempt, episode: HandlerEpisode, error: str, now: float
+) -> SampleDone:
     sample = episode.sample
-    run_end = play.eval_at if play.eval_at is not None else now
+    run_end = progress.eval_at if progress.eval_at is not None else now
     return SampleDone(
         task_id=sample.task_id,
         sample_no=sample.sample_no,
         attempt_no=episode.attempt_no,
-        outcome=play.outcome,
-        reward=play.reward,
+        outcome=progress.outcome,
+        reward=progress.reward,
         trajectory=episode.trajectory(),
-        termination_reason=_text_only((play.result and play.result.termination_reason) or episode.termination_reason),
+        termination_reason=_text_only(
+            (progress.result and progress.result.termination_reason) or episode.termination_reason
+        ),
         error=error,
         phase=running.phase if error else "",
         node_ip=running.node_ip,
         gpu_ids=running.gpu_ids,
         # One look at the wall clock serves the whole attempt; from there on time is monotonic.
-        started_unix_seconds=running.began_unix_seconds + (play.run_at - running.began_at),
+        started_unix_seconds=running.began_unix_seconds + (progress.run_at - running.began_at),
         weight_epoch=episode.weight_epoch,
         staleness=episode.staleness,
         timings=Timings(
-            wait_seconds=play.run_at - running.planned.queued_at,
-            run_seconds=run_end - play.run_at,
+            wait_seconds=progress.run_at - running.planned.queued_at,
+            run_seconds=run_end - progress.run_at,
             generate_seconds=episode.generate_seconds,
             eval_seconds=now - run_end,
         ),
-        metrics=(play.result and play.result.metrics) or NO_METRICS,
+        metrics=(progress.result and progress.result.metrics) or NO_METRICS,
     )
