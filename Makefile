@@ -189,7 +189,7 @@ test-sglang: $(BUILT) $(DEV_READY) $(TINY_MODEL)/.stamp $(SMOLLM2)/.stamp
 	TEST_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python TEST_TINY_MODEL=$(CURDIR)/$(TINY_MODEL) \
 		TEST_SMOLLM2=$(CURDIR)/$(SMOLLM2) $(BIN)/python -m pytest tests/sglang --timeout 600 $(TEST_ARGS)
 	TEST_TORCH_PACKAGES=$$(echo $(CURDIR)/$(SGLANG_VENV)/lib/python3*/site-packages) \
-		$(BIN)/python -m pytest tests/unit/test_rollout_store.py
+		$(BIN)/python -m pytest tests/unit/rollout/files/test_rollout_store.py
 
 # The extension is abi3, so the one that was built for .venv serves here. Compiled modules are kept whatever the caller
 # prefers: a Ray node gives up when its agents take 15 seconds to start. What Ray itself does in a loop or warns of is no

@@ -15,8 +15,8 @@ from py_scheduler.api.server import ApiServer
 from py_scheduler.app import build, running
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import ServerSettings, parse_config
-from tests.support.fake_engine import FakeEngine
-from tests.support.guarded import Guarded
+from tests.support.servers.fake_engine import FakeEngine
+from tests.support.servers.guarded import Guarded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -43,12 +43,12 @@ from py_scheduler.errors import (
     SchedulerError,
     UnauthenticatedError,
 )
-from tests.support.grpc_calls import WATCH, failure_of, tasks
+from tests.support.servers.grpc_calls import WATCH, failure_of, tasks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-from tests.support.guarded import Guarded
+from tests.support.servers.guarded import Guarded
 
 
 def test_every_method_of_the_server_says_what_it_needs() -> None:

@@ -26,12 +26,12 @@ listen = "127.0.0.1:0"
 n1 = { gpus = [0, 1, 2, 3], cpu = 64, memory_gb = 64 }
 [[evaluator]]
 evaluator_id = "quick"
-handler = "tests.support.app_handlers:Echo"
+handler = "tests.support.agents.app_handlers:Echo"
 resource = { gpu = 1, concurrency = 8 }
 run_resource = { gpu = 0.25 }
 [[evaluator]]
 evaluator_id = "endless"
-handler = "tests.support.app_handlers:Echo"
+handler = "tests.support.agents.app_handlers:Echo"
 handler_args = { seconds = 3600 }
 resource = { gpu = 1, concurrency = 8 }
 run_resource = { gpu = 0.25 }

@@ -13,7 +13,7 @@ from py_scheduler.client import SchedulerClient
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, ServerError
 from tests.contract.conftest import serve
-from tests.support.fake_engine import FakeEngine, events_of_finish
+from tests.support.servers.fake_engine import FakeEngine, events_of_finish
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

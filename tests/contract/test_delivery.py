@@ -18,8 +18,8 @@ from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.domain.trajectory import Trajectory
 from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, ResourceExhaustedError
 from tests.contract.conftest import serve, whole_server
-from tests.support.fake_engine import FakeEngine
-from tests.support.grpc_calls import tasks
+from tests.support.servers.fake_engine import FakeEngine
+from tests.support.servers.grpc_calls import tasks
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ CONFIG = """
 listen = "127.0.0.1:0"
 [[evaluator]]
 evaluator_id = "echo"
-handler = "tests.support.app_handlers:Echo"
+handler = "tests.support.agents.app_handlers:Echo"
 resource = { concurrency = 64 }
 """
 

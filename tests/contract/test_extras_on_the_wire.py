@@ -23,7 +23,7 @@ n1 = { gpus = [0], cpu = 64, memory_gb = 64, named = { licence = 3 }, labels = {
 n2 = { gpus = [0], cpu = 64, memory_gb = 64, labels = { zone = "b" } }
 [[evaluator]]
 evaluator_id = "licensed"
-handler = "tests.support.app_handlers:Echo"
+handler = "tests.support.agents.app_handlers:Echo"
 handler_args = { seconds = 3600 }
 resource = { cpu = 8, concurrency = 2, named = { licence = 4 } }
 run_resource = { cpu = 1, named = { licence = 2 } }

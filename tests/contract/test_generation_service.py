@@ -29,10 +29,10 @@ from py_scheduler.errors import (
     NotFoundError,
 )
 from tests.contract.conftest import whole_server
-from tests.support.controlled_sglang import ControlledSglang
 from tests.support.handlers import spec_of
 from tests.support.harness import running_engine, task_of, versions
-from tests.support.scripted_model import ScriptedModel
+from tests.support.models.controlled_sglang import ControlledSglang
+from tests.support.models.scripted_model import ScriptedModel
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:

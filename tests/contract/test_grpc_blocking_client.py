@@ -13,7 +13,7 @@ from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, NotFoundError
 from tests.contract.conftest import serve
-from tests.support.fake_engine import FakeEngine
+from tests.support.servers.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from tests.contract.conftest import Served

@@ -18,8 +18,8 @@ from py_scheduler.domain.results import TaskState
 from py_scheduler.domain.runners.runner import RunnerState, RunnerView
 from py_scheduler.errors import InvalidArgumentError, ServerError
 from tests.contract.conftest import Served, serve
-from tests.support.fake_engine import FakeEngine, FakeResults
-from tests.support.grpc_calls import tasks
+from tests.support.servers.fake_engine import FakeEngine, FakeResults
+from tests.support.servers.grpc_calls import tasks
 
 
 def result(number: int, *payloads: bytes) -> TaskResult:

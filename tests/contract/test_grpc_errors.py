@@ -25,8 +25,8 @@ from py_scheduler.errors import (
     UnplaceableError,
 )
 from tests.contract.conftest import serve
-from tests.support.fake_engine import FakeEngine
-from tests.support.grpc_calls import CONFIG, WATCH, failure_of, tasks, violations_of
+from tests.support.servers.fake_engine import FakeEngine
+from tests.support.servers.grpc_calls import CONFIG, WATCH, failure_of, tasks, violations_of
 
 if TYPE_CHECKING:
     from py_scheduler._generated.rollout_scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub

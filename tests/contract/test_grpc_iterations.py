@@ -19,7 +19,7 @@ from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
 from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from tests.contract.conftest import whole_server
-from tests.support.grpc_calls import failure_of, violations_of
+from tests.support.servers.grpc_calls import failure_of, violations_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ CONFIG = """
 listen = "127.0.0.1:0"
 [[evaluator]]
 evaluator_id = "step"
-handler = "tests.support.app_handlers:StepTeller"
+handler = "tests.support.agents.app_handlers:StepTeller"
 resource = { concurrency = 8 }
 """
 STEP = IterationContext(rollout_id=4, beta=0.25, t_max=11)

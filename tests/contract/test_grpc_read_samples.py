@@ -14,8 +14,8 @@ from py_scheduler.domain.training.steps import StepReport
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from py_scheduler.rollout.files.store import RolloutStore
 from tests.contract.conftest import serve
-from tests.support.fake_engine import FakeEngine
-from tests.support.rows import write_lines
+from tests.support.servers.fake_engine import FakeEngine
+from tests.support.steps.rows import write_lines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ CONFIG = """
 listen = "127.0.0.1:0"
 [[evaluator]]
 evaluator_id = "agent"
-handler = "tests.support.step_handlers:Rated"
+handler = "tests.support.agents.step_handlers:Rated"
 resource = { concurrency = 64 }
 [rollout]
 groups_per_step = 3

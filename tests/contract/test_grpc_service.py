@@ -21,7 +21,7 @@ from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import (
     CursorExpiredError,
 )
-from tests.support.grpc_calls import tasks
+from tests.support.servers.grpc_calls import tasks
 
 if TYPE_CHECKING:
     from py_scheduler._generated.rollout_scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub

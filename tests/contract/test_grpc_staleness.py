@@ -23,9 +23,9 @@ from py_scheduler.domain.results import AgentResult, Reward, SampleDone
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 from py_scheduler.scheduler.settings import EngineSettings
-from tests.support.controlled_model import ControlledModel
 from tests.support.handlers import spec_of
 from tests.support.harness import running_engine, task_of
+from tests.support.models.controlled_model import ControlledModel
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:

@@ -32,10 +32,10 @@ from py_scheduler.errors import (
     ServerError,
 )
 from tests.contract.conftest import serve
-from tests.support.fake_engine import FakeEngine
-from tests.support.grpc_calls import failure_of, violations_of
-from tests.support.rows import write_lines
-from tests.support.step_handlers import Held
+from tests.support.agents.step_handlers import Held
+from tests.support.servers.fake_engine import FakeEngine
+from tests.support.servers.grpc_calls import failure_of, violations_of
+from tests.support.steps.rows import write_lines
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ CONFIG = """
 listen = "127.0.0.1:0"
 [[evaluator]]
 evaluator_id = "agent"
-handler = "tests.support.step_handlers:Held"
+handler = "tests.support.agents.step_handlers:Held"
 resource = { concurrency = 64 }
 [rollout]
 groups_per_step = 3
@@ -164,7 +164,7 @@ async def test_a_follower_that_went_away_goes_on_from_its_cursor(parts: Parts, c
 async def test_a_client_that_is_killed_leaves_the_step_running(address: str, client: SchedulerClient) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(ROOT / "tests/support/step_follower.py"),
+        str(ROOT / "tests/support/servers/step_follower.py"),
         address,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -26,8 +26,8 @@ from py_scheduler.errors import (
     UnplaceableError,
 )
 from tests.contract.conftest import serve
-from tests.support.fake_engine import FakeEngine
-from tests.support.grpc_calls import tasks
+from tests.support.servers.fake_engine import FakeEngine
+from tests.support.servers.grpc_calls import tasks
 
 if TYPE_CHECKING:
     from tests.contract.conftest import Served

@@ -15,7 +15,7 @@ import reasoning_gym  # noqa: F401 - takes long to import, and would keep a loop
 from py_scheduler.app import build, running
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import parse_config
-from tests.support.scripted_sglang import ScriptedSglang
+from tests.support.models.scripted_sglang import ScriptedSglang
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "127.0.0.1:50051"

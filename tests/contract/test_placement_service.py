@@ -32,7 +32,7 @@ from py_scheduler.errors import (
 from tests.support.fake_clock import FakeClock
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import running_engine
-from tests.support.leases import GPU, gpu_pool
+from tests.support.trainers.leases import GPU, gpu_pool
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:

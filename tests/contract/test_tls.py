@@ -23,9 +23,9 @@ from py_scheduler.client import ClientTls, SchedulerClient
 from py_scheduler.config import GatewaySettings, TlsSettings
 from py_scheduler.errors import ConfigError, InvalidArgumentError, ServerError
 from tests.contract.conftest import serve
-from tests.support.certificates import Certificates
-from tests.support.fake_engine import FakeEngine
-from tests.support.grpc_calls import tasks
+from tests.support.servers.certificates import Certificates
+from tests.support.servers.fake_engine import FakeEngine
+from tests.support.servers.grpc_calls import tasks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

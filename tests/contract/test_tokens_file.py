@@ -17,12 +17,12 @@ from py_scheduler.errors import (
     UnauthenticatedError,
 )
 from tests.contract.conftest import serve
-from tests.support.fake_engine import FakeEngine
-from tests.support.grpc_calls import tasks
+from tests.support.servers.fake_engine import FakeEngine
+from tests.support.servers.grpc_calls import tasks
 
 if TYPE_CHECKING:
     pass
-from tests.support.guarded import Guarded
+from tests.support.servers.guarded import Guarded
 
 SHA256 = f'sha256 = "{"0" * 64}"'
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tests.support.served_process import ROOT
+from tests.support.servers.served_process import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -32,7 +32,7 @@ from py_scheduler.errors import LeaseError, SchedulerError
 from tests.faults.chaos import CONFIG
 from tests.faults.chaos_client import GPU_SHARE, LEASE_TTL_SECONDS, tasks_of
 from tests.faults.entries import nodes_seen
-from tests.support.served_process import served_process
+from tests.support.servers.served_process import served_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

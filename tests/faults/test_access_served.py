@@ -18,15 +18,15 @@ from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import TaskState
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import NotFoundError, PermissionDeniedError, ResourceExhaustedError, UnauthenticatedError
-from tests.support.certificates import Certificates
-from tests.support.served_process import served_process
+from tests.support.servers.certificates import Certificates
+from tests.support.servers.served_process import served_process
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
     from py_scheduler.domain.requests import WatchedFrame
-    from tests.support.served_process import ServedProcess
+    from tests.support.servers.served_process import ServedProcess
 
 pytestmark = [pytest.mark.slow]
 
@@ -38,7 +38,7 @@ listen = "{listen}"
 state_dir = "state"
 [[evaluator]]
 evaluator_id = "agent"
-handler = "tests.support.app_handlers:Gated"
+handler = "tests.support.agents.app_handlers:Gated"
 handler_args = {{ gate = "{folder}/gate" }}
 resource = {{ concurrency = 8 }}
 """

@@ -19,8 +19,8 @@ from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AttemptState, Outcome, TaskState
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import AlreadyExistsError, CursorExpiredError
-from tests.support.children import Pipe
-from tests.support.served_process import served_process
+from tests.support.runners.children import Pipe
+from tests.support.servers.served_process import served_process
 from tests.support.watching import events_until
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from py_scheduler.client import Submission
-    from tests.support.served_process import ServedProcess
+    from tests.support.servers.served_process import ServedProcess
 
 pytestmark = [pytest.mark.slow]
 
@@ -95,7 +95,7 @@ async def kill(served: ServedProcess) -> None:
 
 async def test_a_wait_for_128_groups_of_which_3_never_finish_ends_and_names_them(tmp_path: Path) -> None:
     """Case 1 of the faults, also when the server was killed meanwhile."""
-    prompted = "tests.support.collected_handlers:Prompted"
+    prompted = "tests.support.agents.collected_handlers:Prompted"
     async with client_of(tmp_path) as client, asyncio.timeout(90):
         async with serving(tmp_path, prompted) as served:
             groups = tasks(128, "solve", repeat_times=4)
@@ -256,7 +256,7 @@ async def test_what_ran_under_four_kills_of_its_server_is_delivered_once(tmp_pat
 async def test_kills_of_the_server_use_up_no_retry(tmp_path: Path) -> None:
     """A third lost worker would quarantine it: here the server is killed four times, and its child once."""
     pipe = Pipe(tmp_path / "pipe")
-    child = ("tests.support.child_handlers:OddAgent", PROCESS)
+    child = ("tests.support.agents.child_handlers:OddAgent", PROCESS)
     async with client_of(tmp_path) as client, asyncio.timeout(90):
         submission = None
         for _ in range(4):

@@ -28,13 +28,13 @@ from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import ServerError
 from py_scheduler.wire.collecting import encode_collect_request
 from py_scheduler.wire.submissions import encode_submission_chunks
-from tests.support.served_process import ROOT, served_process
+from tests.support.servers.served_process import ROOT, served_process
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.support.served_process import ServedProcess
+    from tests.support.servers.served_process import ServedProcess
 
 pytestmark = [pytest.mark.slow]
 
@@ -50,7 +50,7 @@ stop_grace_seconds = {grace}
 "10.0.0.1" = {{ gpus = [0], cpu = 16, memory_gb = 16 }}
 [[evaluator]]
 evaluator_id = "agent"
-handler = "tests.support.app_handlers:{handler}"
+handler = "tests.support.agents.app_handlers:{handler}"
 handler_args = {arguments}
 resource = {{ gpu = 1.0, concurrency = 4 }}
 run_resource = {{ gpu = 0.25 }}
@@ -85,7 +85,7 @@ async def trainer(address: str) -> AsyncIterator[tuple[asyncio.subprocess.Proces
     """A client in a process of its own, and its submissions: one that is to end with it, and one that is not."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.support.tethered_client", address),
+        *("-m", "tests.support.servers.tethered_client", address),
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -19,14 +19,14 @@ from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import ResourceExhaustedError
 from tests.faults import failpoints
 from tests.faults.failpoints import EXIT_STATUS, POINTS, VARIABLE
-from tests.support.served_process import served_process
+from tests.support.servers.served_process import served_process
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from py_scheduler.client import Submission
-    from tests.support.served_process import ServedProcess
+    from tests.support.servers.served_process import ServedProcess
 
 CONFIG = """
 [server]
@@ -39,7 +39,7 @@ ballast_bytes = 65536
 "10.0.0.1" = {{ gpus = [0, 1], cpu = 16, memory_gb = 16 }}
 [[evaluator]]
 evaluator_id = "echo"
-handler = "tests.support.app_handlers:Recording"
+handler = "tests.support.agents.app_handlers:Recording"
 resource = {{ gpu = 1.0, concurrency = 8 }}
 run_resource = {{ gpu = 0.125 }}
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.support.served_process import ROOT
+from tests.support.servers.served_process import ROOT
 
 _NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 _MISSING = re.compile(r"\b(?:there is|there are|has|have) no\b (`?)([\w.-]+)")

@@ -22,7 +22,7 @@ from py_scheduler.client import SchedulerClient
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import JournalDamagedError
-from tests.support.served_process import served_process
+from tests.support.servers.served_process import served_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ listen = "unix:{folder}/s.sock"
 state_dir = "state"
 [[evaluator]]
 evaluator_id = "echo"
-handler = "tests.support.app_handlers:Recording"
+handler = "tests.support.agents.app_handlers:Recording"
 resource = {{ concurrency = 8 }}
 """
 ROW = "SELECT * FROM frame WHERE last_sequence = ?"

@@ -21,14 +21,14 @@ from py_scheduler.domain.results import TaskState
 from py_scheduler.domain.task import Task, TaskConfig
 from tests.faults.failpoints import VARIABLE
 from tests.faults.served import CLOCK_VARIABLE
-from tests.support.served_process import ROOT, served_process
+from tests.support.servers.served_process import ROOT, served_process
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from py_scheduler.client import Submission
-    from tests.support.served_process import ServedProcess
+    from tests.support.servers.served_process import ServedProcess
 
 pytestmark = [pytest.mark.slow]
 
@@ -41,13 +41,13 @@ state_dir = "state"
 "10.0.0.1" = {{ gpus = [0, 1], cpu = 16, memory_gb = 16 }}
 [[evaluator]]
 evaluator_id = "echo"
-handler = "tests.support.app_handlers:Recording"
+handler = "tests.support.agents.app_handlers:Recording"
 handler_args = {{ seconds = 0.005 }}
 resource = {{ gpu = 1.0, concurrency = 4 }}
 run_resource = {{ gpu = 0.25 }}
 [[evaluator]]
 evaluator_id = "gated"
-handler = "tests.support.app_handlers:Gated"
+handler = "tests.support.agents.app_handlers:Gated"
 handler_args = {{ gate = "{folder}/gate" }}
 resource = {{ gpu = 1.0, concurrency = 4 }}
 run_resource = {{ gpu = 0.25 }}

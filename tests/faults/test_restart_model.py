@@ -41,8 +41,8 @@ from py_scheduler.scheduler.log.checkpoints import Checkpoints
 from py_scheduler.scheduler.log.event_log import EventLog
 from py_scheduler.scheduler.log.recorder import Recorder
 from py_scheduler.scheduler.restore import complete_from, fold
-from tests.support.journal_store import Store
-from tests.support.journals import trajectory_of
+from tests.support.journal.journal_store import Store
+from tests.support.journal.journals import trajectory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import CursorExpiredError
 from tests.faults.served import CLOCK_VARIABLE
-from tests.support.served_process import served_process
+from tests.support.servers.served_process import served_process
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ ballast_bytes = 65536
 {scheduler}
 [[evaluator]]
 evaluator_id = "large"
-handler = "tests.support.app_handlers:Large"
+handler = "tests.support.agents.app_handlers:Large"
 resource = {{ concurrency = 4 }}
 """
 CAPS = {

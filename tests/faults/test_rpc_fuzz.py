@@ -30,8 +30,8 @@ from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import Task, TaskConfig
 from tests.faults.messages import MessageMaker, methods, path_of, services
-from tests.support.scripted_sglang import ScriptedSglang
-from tests.support.served_process import served_process
+from tests.support.models.scripted_sglang import ScriptedSglang
+from tests.support.servers.served_process import served_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,7 @@ kind = "sglang"
 base_url = "{base_url}"
 [[evaluator]]
 evaluator_id = "echo"
-handler = "tests.support.app_handlers:Recording"
+handler = "tests.support.agents.app_handlers:Recording"
 resource = {{ gpu = 1.0, concurrency = 8 }}
 run_resource = {{ gpu = 0.125 }}
 [rollout]

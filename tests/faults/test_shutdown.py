@@ -22,9 +22,9 @@ from py_scheduler.domain.requests import Delivery, EventKind
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import SchedulerError, UnauthenticatedError
-from tests.support.children import Pipe, is_there
-from tests.support.controlled_sglang import ControlledSglang
-from tests.support.served_process import served_process
+from tests.support.models.controlled_sglang import ControlledSglang
+from tests.support.runners.children import Pipe, is_there
+from tests.support.servers.served_process import served_process
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -47,23 +47,23 @@ stop_grace_seconds = {grace}
 "10.0.0.1" = {{ gpus = [0, 1, 2, 3], cpu = 16, memory_gb = 16 }}
 [[evaluator]]
 evaluator_id = "deaf"
-handler = "tests.support.app_handlers:Deaf"
+handler = "tests.support.agents.app_handlers:Deaf"
 resource = {{ gpu = 1.0, concurrency = 4 }}
 run_resource = {{ gpu = 0.25 }}
 [[evaluator]]
 evaluator_id = "sleepy"
-handler = "tests.support.app_handlers:Echo"
+handler = "tests.support.agents.app_handlers:Echo"
 handler_args = {{ seconds = 3600 }}
 resource = {{ gpu = 1.0, concurrency = 4 }}
 run_resource = {{ gpu = 0.25 }}
 [[evaluator]]
 evaluator_id = "generating"
-handler = "tests.support.app_handlers:Generating"
+handler = "tests.support.agents.app_handlers:Generating"
 resource = {{ gpu = 1.0, concurrency = 4 }}
 run_resource = {{ gpu = 0.25 }}
 [[evaluator]]
 evaluator_id = "child"
-handler = "tests.support.child_handlers:OddAgent"
+handler = "tests.support.agents.child_handlers:OddAgent"
 resource = {{ gpu = 1.0, concurrency = 1 }}
 run_resource = {{ gpu = 1.0 }}
 runner = "process"
@@ -72,7 +72,7 @@ runner = "process"
 GATED_CHILD = """
 [[evaluator]]
 evaluator_id = "gated_child"
-handler = "tests.support.app_handlers:Gated"
+handler = "tests.support.agents.app_handlers:Gated"
 handler_args = {{ gate = "{gate}" }}
 resource = {{ gpu = 1.0, concurrency = 1 }}
 run_resource = {{ gpu = 1.0 }}

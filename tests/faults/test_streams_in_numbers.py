@@ -26,13 +26,13 @@ from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import ResourceExhaustedError
 from py_scheduler.wire.events import MAX_FRAME_BYTES
 from tests.faults import measured
-from tests.support.served_process import ROOT, served_process
+from tests.support.servers.served_process import ROOT, served_process
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from tests.support.served_process import ServedProcess
+    from tests.support.servers.served_process import ServedProcess
 
 pytestmark = [pytest.mark.slow]
 
@@ -46,11 +46,11 @@ listen = "127.0.0.1:0"
 {more}
 [[evaluator]]
 evaluator_id = "large"
-handler = "tests.support.app_handlers:Large"
+handler = "tests.support.agents.app_handlers:Large"
 resource = {{ concurrency = 2 }}
 [[evaluator]]
 evaluator_id = "napping"
-handler = "tests.support.app_handlers:Napping"
+handler = "tests.support.agents.app_handlers:Napping"
 resource = {{ concurrency = 1 }}
 """
 
@@ -71,7 +71,7 @@ async def holding(address: str, count: int, what: str = "hold") -> AsyncIterator
     """A client of its own process, with so many streams open or broken off inside the block."""
     holder = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.support.stream_holder", address, str(count), what),
+        *("-m", "tests.support.servers.stream_holder", address, str(count), what),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What `tests/integration/test_faults_both_ways.py` does to processes, done to actors of a real Ray cluster."""
+"""What `tests/integration/runners/test_faults_both_ways.py` does to processes, done to actors of a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.test_faults_both_ways import (
+from tests.integration.runners.test_faults_both_ways import (
     test_a_blocking_sleep_is_ended_by_the_timeout_of_a_collect,
     test_a_blocking_sleep_that_ignores_its_stop_times_out_and_its_runner_is_replaced,
     test_a_drained_id_is_used_again_at_once_while_runners_die,
@@ -16,8 +16,8 @@ from tests.integration.test_faults_both_ways import (
     test_what_a_timed_out_attempt_reports_late_changes_nothing,
     test_who_waits_hears_that_all_runners_died_and_that_none_can_be_started,
 )
-from tests.support.pulling import pulling
-from tests.support.runner_faults import Run, configuration
+from tests.support.runners.runner_faults import Run, configuration
+from tests.support.trainers.pulling import pulling
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

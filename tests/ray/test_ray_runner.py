@@ -24,10 +24,10 @@ from py_scheduler.domain.runners.frames import Hello, Pong, encode
 from py_scheduler.domain.runners.runner import RaySettings
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.placement import PlacementPool
-from tests.support.children import Children, Pipe, children, is_there, quick, runner_settings
 from tests.support.fake_clock import FakeClock
 from tests.support.harness import samples_in, task_of
-from tests.support.scripted_model import ScriptedModel
+from tests.support.models.scripted_model import ScriptedModel
+from tests.support.runners.children import Children, Pipe, children, is_there, quick, runner_settings
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ async def on_ray(*names: str, gpu: float = 0.0, **changes: Any) -> AsyncIterator
         "batch_size": None,
     }
     settings = runner_settings(max_runners=8, min_runners=0)
-    agent = "tests.support.child_handlers:RayAgent"
+    agent = "tests.support.agents.child_handlers:RayAgent"
     async with children(agent, host=host, pool=pool, spec=spec, settings=settings, **changes) as harness:
         host.node_changed = NodesOfRay(pool, [node(name) for name in names], [harness.runner], harness.engine).changed
         made = OnRay(harness, harness.runner)

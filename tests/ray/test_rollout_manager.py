@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONFIG = """
 [[evaluator]]
 evaluator_id = "agent"
-handler = "tests.support.step_handlers:Rated"
+handler = "tests.support.agents.step_handlers:Rated"
 resource = { concurrency = 4 }
 [rollout]
 reuse = { mode = "never" }

@@ -1,0 +1,1 @@
+"""Journals and ledgers that tests drive without an engine."""

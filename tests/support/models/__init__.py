@@ -1,0 +1,1 @@
+"""Language models and their servers as tests want them, and what asks them."""

@@ -1,0 +1,1 @@
+"""Servers for tests, in the same process and in others, and their clients."""

@@ -1,0 +1,1 @@
+"""Whole steps: their rows, their tasks, their samples and what they write."""

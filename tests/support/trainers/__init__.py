@@ -1,0 +1,1 @@
+"""What a trainer does: it asks for room, pulls results and updates weights."""
