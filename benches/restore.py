@@ -75,7 +75,7 @@ class Writer:
         for command in commands:
             for event in self.ledger.decide(command):
                 self.ledger.apply(event)
-                records.append(EventRecord(self.ledger.last_sequence, "default", event, approximate_size(event)))  # type: ignore[arg-type]
+                records.append(EventRecord(self.ledger.state.last_sequence, "default", event, approximate_size(event)))  # type: ignore[arg-type]
         self._committed.clear()
         self.journal.append(records)
         await self._committed.wait()
@@ -99,8 +99,9 @@ async def make_store(folder: Path, count: int, *, finished: bool, checkpoint: bo
             ]
             await writer.write(*[command for task_id in ids for command in _played(task_id)])
     if checkpoint:
-        writer.journal.put_snapshots([snapshot_of(each, writer.ledger) for each in writer.ledger.submissions()])
-        writer.journal.checkpoint(writer.ledger.last_sequence, [])
+        state = writer.ledger.state
+        writer.journal.put_snapshots([snapshot_of(each, state) for each in state.submissions()])
+        writer.journal.checkpoint(state.last_sequence, [])
     await writer.journal.close()
 
 
@@ -144,7 +145,7 @@ async def restore(folder: Path, count: int, *, finished: bool) -> tuple[float, f
     ledger = Ledger()
     fold(journal, ledger)
     folded = time.perf_counter()
-    assert ledger.open_tasks == (0 if finished else count)
+    assert ledger.state.open_tasks == (0 if finished else count)
     journal.abandon()
     spec = EvaluatorSpec(
         evaluator_id="noop",

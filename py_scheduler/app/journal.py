@@ -62,16 +62,16 @@ def compact(config: Config, state_dir: Path) -> Compacted:
     try:
         ledger = Ledger(config.scheduler.retained_submissions)
         folded = fold(journal, ledger)
-        if missing := folded.missing(ledger):
+        if missing := folded.missing(ledger.state):
             complete_from(journal.export(missing[0] - 1), ledger, folded)
-        snapshots = [service_snapshot(ledger)]
-        for submission in ledger.submissions():
-            snapshots.extend(snapshots_of(submission, ledger, folded.snapshots))
-        journal.compact(snapshots, forgotten_among(folded.snapshots, ledger))
+        snapshots = [service_snapshot(ledger.state)]
+        for submission in ledger.state.submissions():
+            snapshots.extend(snapshots_of(submission, ledger.state, folded.snapshots))
+        journal.compact(snapshots, forgotten_among(folded.snapshots, ledger.state))
         oldest, last = journal.oldest_sequence, journal.last_sequence
     finally:
         journal.abandon()
-    return Compacted(before, _bytes_in(state_dir), ledger.open_tasks, oldest, last)
+    return Compacted(before, _bytes_in(state_dir), ledger.state.open_tasks, oldest, last)
 
 
 def _bytes_in(folder: Path) -> int:

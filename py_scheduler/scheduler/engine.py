@@ -41,17 +41,16 @@ from py_scheduler.execution.generation.gateway import GenerationGateway
 from py_scheduler.execution.runner import start_runners
 from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.collector import Collector
-from py_scheduler.scheduler.intake import Intake, request_digest, waiting_attempts
+from py_scheduler.scheduler.intake import Intake, IntakeLimits, request_digest, waiting_attempts
 from py_scheduler.scheduler.leases.manager import LeaseManager, node_view
 from py_scheduler.scheduler.ledger.commands import AcceptTasks, RefuseAttempt, ResumeTraining
 from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.ledger.ledger import Ledger
 from py_scheduler.scheduler.log.checkpoints import Checkpoints
 from py_scheduler.scheduler.log.event_log import EventLog
-from py_scheduler.scheduler.log.recorded_weights import RecordedWeights
-from py_scheduler.scheduler.log.recorder import Recorder
+from py_scheduler.scheduler.log.recorder import RecordedWeights, Recorder
 from py_scheduler.scheduler.queue.admission import Admission
-from py_scheduler.scheduler.queue.quotas import IntakeLimits, Quotas
+from py_scheduler.scheduler.queue.quotas import Quotas
 from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
 from py_scheduler.scheduler.restore import collector_at_rest, open_batches, queued_attempts, restore, unscored_groups
 from py_scheduler.scheduler.settings import EngineSettings
@@ -109,10 +108,11 @@ class Engine:
         self.settings = settings
         self._journal = journal
         self._generation_backends = generation_backends
-        self._ledger = Ledger(settings.retained_submissions, settings.staleness)
+        self._whole_ledger = Ledger(settings.retained_submissions, settings.staleness)
+        self._ledger = self._whole_ledger.state
         self._event_log = EventLog(journal, settings.retained_events, settings.retained_bytes)
         self._gate = StalenessGate(self._ledger, settings.staleness) if settings.staleness else None
-        self._recorder = Recorder(self._ledger, self._event_log)
+        self._recorder = Recorder(self._whole_ledger, self._event_log)
         if self._gate is not None:
             self._recorder.event_listeners.append(self._gate.apply)
         self._checkpoints = Checkpoints(journal, self._ledger, self._event_log)
@@ -185,7 +185,8 @@ class Engine:
         await self._exit.aclose()
 
     async def _restore(self) -> None:
-        await restore(self._journal, self._recorder, self._event_log, self._checkpoints, self._clock)
+        parts = self._recorder, self._event_log, self._checkpoints, self._clock
+        await restore(self._journal, self._whole_ledger, *parts)
         self.leases.start(self._journal.first_fencing_token)
         for submission in self._ledger.open_submissions():
             self._stops.arm_deadlines(submission.open_tasks.values())

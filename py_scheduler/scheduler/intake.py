@@ -23,7 +23,7 @@ from py_scheduler.domain.limits import (
     name_fault,
 )
 from py_scheduler.domain.results import AttemptState
-from py_scheduler.errors import FieldViolation, InvalidArgumentError, SchedulerError
+from py_scheduler.errors import FieldViolation, InvalidArgumentError, ResourceExhaustedError, SchedulerError
 from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.placement import check_deadlock, short_words
 
@@ -35,9 +35,14 @@ if TYPE_CHECKING:
     from py_scheduler.domain.task import Batch, BatchId, Task
     from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.ledger.records import TaskRecord
+    from py_scheduler.scheduler.ledger.state import LedgerState
+    from py_scheduler.scheduler.log.event_log import EventLog
+    from py_scheduler.scheduler.queue.quotas import Quotas
+    from py_scheduler.scheduler.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
+_RETRY_AFTER_SECONDS = 1.0
 _encode_sorted = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
@@ -134,6 +139,44 @@ class Intake:
             self._warned.add(task_type)
             logger.warning(warning)
         return self._fallback
+
+
+class IntakeLimits:
+    """What may be open, unread or kept when more tasks come."""
+
+    def __init__(self, quotas: Quotas, ledger: LedgerState, event_log: EventLog, settings: EngineSettings) -> None:
+        self._quotas = quotas
+        self._ledger = ledger
+        self._event_log = event_log
+        self._settings = settings
+
+    def check(self, tasks: Sequence[Task], namespace: str, *, keeps_results: bool) -> None:
+        """Raises ResourceExhaustedError while these tasks would be too many. keeps_results: theirs are collected."""
+        ledger, settings = self._ledger, self._settings
+        self._quotas.check_tasks(namespace, ledger.open_tasks_in(namespace), len(tasks))
+        self._quotas.check_retained(namespace, self._event_log.unread_bytes)
+        samples = sum([task.config.repeat_times for task in tasks])
+        for what, are_open, more, limit in (
+            ("tasks", ledger.open_tasks, len(tasks), settings.max_queued_tasks),
+            ("samples", ledger.open_samples, samples, settings.max_queued_samples),
+        ):
+            if are_open + more > limit:
+                raise ResourceExhaustedError(
+                    f"{are_open} {what} are open, {more} more would exceed max_queued_{what} ({limit}):"
+                    " wait for some to finish",
+                    _RETRY_AFTER_SECONDS,
+                )
+        if keeps_results:
+            self._check_kept()
+
+    def _check_kept(self) -> None:
+        kept, limit = self._ledger.results.kept_bytes, self._settings.max_kept_bytes
+        if kept >= limit:
+            raise ResourceExhaustedError(
+                f"results of {kept} bytes wait to be collected or acknowledged, max_kept_bytes is {limit}:"
+                " collect, acknowledge or discard some",
+                _RETRY_AFTER_SECONDS,
+            )
 
 
 def _check_fits(pool: PlacementPool | None, spec: EvaluatorSpec, samples: int) -> None:

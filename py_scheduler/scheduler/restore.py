@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.scheduler.ledger.ledger import Ledger
     from py_scheduler.scheduler.ledger.records import TaskRecord
+    from py_scheduler.scheduler.ledger.service_facts import ServiceFacts
+    from py_scheduler.scheduler.ledger.state import LedgerState
     from py_scheduler.scheduler.log.checkpoints import Checkpoints
     from py_scheduler.scheduler.log.event_log import EventLog
     from py_scheduler.scheduler.log.recorder import Recorder
@@ -50,7 +52,7 @@ class FoldResult(msgspec.Struct):
     bare: dict[str, list[int]] = {}
     limits: dict[str, StalenessSettings] = {}
 
-    def missing(self, ledger: Ledger) -> list[int]:
+    def missing(self, ledger: LedgerState) -> list[int]:
         """The events whose trajectories are wanted, in order."""
         kept = {result.task_id for submission in ledger.submissions() for result in submission.kept.results()}
         bare = self.bare.items()
@@ -62,16 +64,16 @@ class FoldResult(msgspec.Struct):
 
 
 async def restore(
-    journal: Journal, recorder: Recorder, event_log: EventLog, checkpoints: Checkpoints, clock: Clock
+    journal: Journal, ledger: Ledger, recorder: Recorder, event_log: EventLog, checkpoints: Checkpoints, clock: Clock
 ) -> None:
     """Everything below, in order: afterwards all is as it was, nothing runs, and what is new follows behind it."""
-    ledger = recorder.ledger
+    state = ledger.state
     folded = fold(journal, ledger)
-    event_log.start(ledger.last_sequence)
-    event_log.acknowledgements.restore(ledger.submissions(), journal.oldest_sequence)
+    event_log.start(state.last_sequence)
+    event_log.acknowledgements.restore(state.submissions(), journal.oldest_sequence)
     checkpoints.start(folded.snapshots)
     await complete(journal, ledger, folded)
-    if folded.limits != ledger.service.limits:
+    if folded.limits != state.service.limits:
         checkpoints.put_service()
     interrupt_running(recorder, clock)
 
@@ -82,7 +84,7 @@ def fold(journal: Journal, ledger: Ledger) -> FoldResult:
     ledger.is_folding = True
     for records in journal.replay():
         _apply(records, ledger, folded)
-    ledger.last_sequence = journal.last_sequence
+    ledger.skip_to(journal.last_sequence)
     ledger.end_fold()
     return folded
 
@@ -91,17 +93,18 @@ def _adopt(snapshots: Iterable[Snapshot], ledger: Ledger) -> FoldResult:
     folded = FoldResult()
     results: dict[str, TaskResult] = {}
     of_submissions: list[Snapshot] = []
+    service: ServiceFacts | None = None
     for snapshot in snapshots:
         folded.snapshots[snapshot.name] = snapshot.sequence
         if snapshot.name == SERVICE:
-            ledger.service = service_of(snapshot)
-            folded.limits = ledger.service.limits
+            service = service_of(snapshot)
+            folded.limits = service.limits
         elif is_of_result(snapshot):
             results[snapshot.name] = result_of(snapshot)
         else:
             of_submissions.append(snapshot)
-    ledger.adopt([submission_of(snapshot, results) for snapshot in of_submissions])
-    kept = {result.task_id for submission in ledger.submissions() for result in submission.kept.results()}
+    ledger.adopt([submission_of(snapshot, results) for snapshot in of_submissions], service)
+    kept = {result.task_id for submission in ledger.state.submissions() for result in submission.kept.results()}
     # Of a checkpoint that was not finished: the events behind it may still make something else of these tasks.
     folded.snapshots |= dict.fromkeys(results.keys() - kept, 0)
     return folded
@@ -114,21 +117,21 @@ def _apply(records: Sequence[EventRecord], ledger: Ledger, folded: FoldResult) -
     for record in records:
         event, sequence = record.event, record.sequence
         if sequence > service_sequence:
-            ledger.service.apply(event, record.namespace)
+            ledger.apply_to_service(event, record.namespace)
         if covered and covered.get(event.submission_id, 0) >= sequence:
             continue
         if type(event) is AttemptEnded and event.samples:
-            task = ledger.open_task(event.task_id)
+            task = ledger.state.open_task(event.task_id)
             if task.group_samples is not None or task.staged is not None:
                 folded.bare.setdefault(event.task_id, []).append(sequence)
         # What the ledger numbers itself is what the journal says, also behind events that were skipped.
-        ledger.last_sequence = sequence - 1
+        ledger.skip_to(sequence - 1)
         ledger.apply_to_submission(event)
 
 
 async def complete(journal: Journal, ledger: Ledger, folded: FoldResult) -> None:
     """Reads the samples again that are kept, with their trajectories. After `journal.start`."""
-    missing = folded.missing(ledger)
+    missing = folded.missing(ledger.state)
     whole = _Trajectories(missing)
     position = 0
     while position < len(missing):
@@ -140,7 +143,7 @@ async def complete(journal: Journal, ledger: Ledger, folded: FoldResult) -> None
 
 def complete_from(batches: Iterable[Sequence[EventRecord]], ledger: Ledger, folded: FoldResult) -> None:
     """`complete` from records that have everything."""
-    whole = _Trajectories(folded.missing(ledger))
+    whole = _Trajectories(folded.missing(ledger.state))
     for records in batches:
         whole.take(records)
     ledger.complete(whole.by_task)
@@ -181,7 +184,7 @@ def interrupt_running(recorder: Recorder, clock: Clock) -> None:
                 recorder.record(InterruptAttempt(ref, clock.unix_time()), submission.key.namespace)
 
 
-def unscored_groups(ledger: Ledger) -> list[TaskRecord]:
+def unscored_groups(ledger: LedgerState) -> list[TaskRecord]:
     """Tasks whose samples are all there, and whose handler had not scored them together."""
     return [
         record
@@ -191,7 +194,7 @@ def unscored_groups(ledger: Ledger) -> list[TaskRecord]:
     ]
 
 
-def queued_attempts(ledger: Ledger, intake: Intake, spec: EvaluatorSpec) -> list[AttemptRef]:
+def queued_attempts(ledger: LedgerState, intake: Intake, spec: EvaluatorSpec) -> list[AttemptRef]:
     """Those of an evaluator that wait for room."""
     return [
         AttemptRef(record.task_id, subtask_no, subtask.attempt_no)
@@ -204,7 +207,7 @@ def queued_attempts(ledger: Ledger, intake: Intake, spec: EvaluatorSpec) -> list
 
 
 def open_batches(
-    ledger: Ledger, intake: Intake, queued_at: float
+    ledger: LedgerState, intake: Intake, queued_at: float
 ) -> Iterator[tuple[EvaluatorSpec, list[PlannedAttempt]]]:
     """Everything that is to be started, batched anew, submission by submission."""
     for submission in ledger.open_submissions():

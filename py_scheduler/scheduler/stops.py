@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from py_scheduler.domain.ports import Clock
-    from py_scheduler.scheduler.ledger.ledger import Ledger
     from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.ledger.state import LedgerState
     from py_scheduler.scheduler.log.event_log import EventLog
     from py_scheduler.scheduler.log.recorder import Recorder
     from py_scheduler.scheduler.queue.admission import Admission
@@ -40,7 +40,7 @@ class TaskDeadline:
 
     __slots__ = ("_ledger", "seconds", "submission_id", "task_id")
 
-    def __init__(self, ledger: Ledger, submission_id: str, task_id: str, seconds: float) -> None:
+    def __init__(self, ledger: LedgerState, submission_id: str, task_id: str, seconds: float) -> None:
         self._ledger = ledger
         self.submission_id = submission_id
         self.task_id = task_id

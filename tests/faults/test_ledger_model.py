@@ -140,7 +140,7 @@ class LedgerAndModel(RuleBasedStateMachine):
         command = AcceptTasks(request_id, b"d" if same else b"x", SubmissionKey(0), (), "other", 1.0)
         if same:
             assert self.tell(command) == []
-            known = self.ledger.requests.find("default", request_id)
+            known = self.ledger.state.requests.find("default", request_id)
             assert known is not None
             assert known.task_ids == self.requests[request_id][1]
         else:
@@ -276,17 +276,18 @@ class LedgerAndModel(RuleBasedStateMachine):
         """A fresh ledger from what was journalled, or from snapshots, is the same one; what ran is interrupted."""
         before, fresh = self.ledger, Ledger()
         if by_snapshot:
-            fresh.adopt([submission_of(snapshot_of(submission, before)) for submission in before.submissions()])
-            fresh.last_sequence = before.last_sequence
+            old = before.state
+            fresh.adopt([submission_of(snapshot_of(submission, old)) for submission in old.submissions()])
+            fresh.skip_to(old.last_sequence)
         else:
             for event in self.journal:
                 fresh.apply(event)
-        assert fresh.last_sequence == before.last_sequence == len(self.journal)
+        assert fresh.state.last_sequence == before.state.last_sequence == len(self.journal)
         self.ledger = fresh
         for task_id, task in self.tasks.items():
             for sub in task.subs:
                 sub.state = "queued" if sub.state == "leased" else sub.state
-            for ref in fresh.running_attempts(task_id):
+            for ref in fresh.state.running_attempts(task_id):
                 events = self.tell(InterruptAttempt(ref, 6.0))
                 self._ended(task, task.subs[ref.subtask_no], AttemptState.LOST, may_retry=True, counted=False)
                 self._same(events, ref, task)
@@ -296,10 +297,10 @@ class LedgerAndModel(RuleBasedStateMachine):
     @invariant()
     def states_are_the_same(self) -> None:
         opened = {task_id: task for task_id, task in self.tasks.items() if task.state is None}
-        assert self.ledger.open_tasks == len(opened)
-        assert self.ledger.open_samples == sum(len(task.subs) for task in opened.values())
+        assert self.ledger.state.open_tasks == len(opened)
+        assert self.ledger.state.open_samples == sum(len(task.subs) for task in opened.values())
         for task_id, task in self.tasks.items():
-            record = self.ledger.task(task_id)
+            record = self.ledger.state.task(task_id)
             assert (record is None) == (task.state is not None)
             if record is not None:
                 numbers = [sub.attempt_no for sub in record.subtasks]
@@ -314,7 +315,7 @@ class LedgerAndModel(RuleBasedStateMachine):
         for task in self.tasks.values():
             by_submission.setdefault(task.submission_id, Counter())[task.state] += 1
         for submission_id, counts in by_submission.items():
-            record = self.ledger.submission(submission_id)
+            record = self.ledger.state.submission(submission_id)
             assert record is not None
             assert len(record.open_tasks) == counts[None]
             assert {state: n for state, n in record.done_tasks.items() if n} == {s: n for s, n in counts.items() if s}

@@ -76,9 +76,9 @@ class World:
         folded = fold(self.store, self.ledger)
         complete_from(self.store.whole(), self.ledger, folded)
         log = EventLog(self.store)
-        log.start(self.ledger.last_sequence)
+        log.start(self.ledger.state.last_sequence)
         self.recorder = Recorder(self.ledger, log)
-        self.checkpoints = Checkpoints(self.store, self.ledger, log)
+        self.checkpoints = Checkpoints(self.store, self.ledger.state, log)
         self.checkpoints.start(folded.snapshots)
         self._log = log
 
@@ -108,7 +108,7 @@ class World:
         self.tell(accept, namespace)
 
     def _submission(self, number: int, which: Callable[[SubmissionRecord], object]) -> SubmissionRecord | None:
-        found = [submission for submission in self.ledger.submissions() if which(submission)]
+        found = [submission for submission in self.ledger.state.submissions() if which(submission)]
         return found[number % len(found)] if found else None
 
     def _task(self, number: int, more: int) -> TaskRecord | None:
@@ -125,21 +125,21 @@ class World:
             return
         for no, subtask in enumerate(task.subtasks):
             ref = AttemptRef(task.task_id, no, subtask.attempt_no)
-            if self.ledger.is_waiting(ref):
+            if self.ledger.state.is_waiting(ref):
                 self.tell(StartAttempt(ref, "10.0.0.1", (0,), 2.0), task.submission.key.namespace)
                 break
 
     def _end(self, number: int, more: int) -> None:
         running = [
             ref
-            for submission in self.ledger.open_submissions()
+            for submission in self.ledger.state.open_submissions()
             for task_id in submission.open_tasks
-            for ref in self.ledger.running_attempts(task_id)
+            for ref in self.ledger.state.running_attempts(task_id)
         ]
         if not running:
             return
         ref = running[number % len(running)]
-        task = self.ledger.open_task(ref.task_id)
+        task = self.ledger.state.open_task(ref.task_id)
         subtask, state = task.subtasks[ref.subtask_no], ENDS[more % len(ENDS)]
         outcome = Outcome.SOLVED if state is AttemptState.SUCCEEDED else Outcome.INFRA_CONN
         have = subtask.sample_count if state is AttemptState.SUCCEEDED else more % 2
@@ -160,11 +160,11 @@ class World:
 
     def _interrupt(self, number: int, more: int) -> None:
         if (task := self._task(number, more)) is not None:
-            for ref in self.ledger.running_attempts(task.task_id):
+            for ref in self.ledger.state.running_attempts(task.task_id):
                 self.tell(InterruptAttempt(ref, 6.0), task.submission.key.namespace)
 
     def _score(self, number: int, more: int) -> None:
-        for submission in self.ledger.open_submissions():
+        for submission in self.ledger.state.open_submissions():
             for task in list(submission.open_tasks.values()):
                 if task.awaits_group_score:
                     rewards = tuple(Reward(score=float(number)) for _ in range(task.task.config.repeat_times))
@@ -227,23 +227,23 @@ class World:
 def said(ledger: Ledger) -> dict[str, Any]:
     """All that a ledger answers with, in plain values; what is leased counts as waiting."""
     names = {}
-    for submission in ledger.submissions():
+    for submission in ledger.state.submissions():
         waiting = submission_of(
-            snapshot_of(submission, ledger), {result.task_id: result for result in submission.kept.results()}
+            snapshot_of(submission, ledger.state), {result.task_id: result for result in submission.kept.results()}
         )
-        plain = msgspec.msgpack.decode(snapshot_of(waiting, ledger).content)
+        plain = msgspec.msgpack.decode(snapshot_of(waiting, ledger.state).content)
         results = {result.task_id: result for result in submission.kept.results()}
         names[submission.submission_id] = (plain, results, submission.kept.size, set(submission.client_keys))
     return {
         "submissions": names,
-        "sequence": ledger.last_sequence,
-        "service": msgspec.msgpack.decode(service_snapshot(ledger).content),
-        "kept_bytes": ledger.results.kept_bytes,
-        "sets": {key: submission.submission_id for key, submission in ledger.results._sets.items()},
-        "requests": dict(ledger.requests._records),
+        "sequence": ledger.state.last_sequence,
+        "service": msgspec.msgpack.decode(service_snapshot(ledger.state).content),
+        "kept_bytes": ledger.state.results.kept_bytes,
+        "sets": {key: submission.submission_id for key, submission in ledger.state.results._sets.items()},
+        "requests": dict(ledger.state.requests._records),
         "keys": {key: submission.submission_id for key, submission in ledger._by_key.items()},
         "finished": list(ledger._finished),
-        "open": (ledger.open_tasks, ledger.open_samples, dict(ledger._open_tasks_in), set(ledger._tasks)),
+        "open": (ledger.state.open_tasks, ledger.state.open_samples, dict(ledger._open_tasks_in), set(ledger._tasks)),
     }
 
 

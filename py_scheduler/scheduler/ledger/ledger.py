@@ -4,9 +4,9 @@
 the state, and decides nothing. Synchronous, no I/O, no clock: folding the same events gives the same state, which is
 what restart is.
 
-    ledger_state.py    what is known, and what can be asked of it
-    decisions.py       command -> events
-    this file          event -> state
+    state.py        what is known, and what can be asked of it
+    decisions.py    command -> events
+    this file       event -> state
 
 Invariants
   1. Every accepted task gets exactly one TaskDone, and every planned sample exactly one SampleDone.
@@ -55,13 +55,14 @@ from py_scheduler.scheduler.ledger.records import (
     new_task,
     submission_and_number,
 )
-from py_scheduler.scheduler.ledger.state import LedgerState
+from py_scheduler.scheduler.ledger.state import LedgerState, Records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.scheduler.ledger.commands import Command
+    from py_scheduler.scheduler.ledger.service_facts import ServiceFacts
     from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 
 # Members by name: Python 3.11 looks them up through the metaclass, five times slower, and these are on the way of
@@ -73,21 +74,29 @@ _SUCCEEDED: Final = AttemptState.SUCCEEDED
 _LOST: Final = AttemptState.LOST
 
 
-class Ledger(LedgerState):
-    """The state, and all that ever changes it."""
+class Ledger:
+    """Has the state, and is all that ever changes it. `state` is for whoever asks."""
 
     def __init__(
         self, retained_submissions: int = 10_000, limits: Mapping[str, StalenessSettings] | None = None
     ) -> None:
         """limits: by namespace, how far its training may run ahead; None: whatever was so before."""
-        super().__init__()
+        records = Records()
+        self.state = LedgerState(records)
+        # The state's own: on the way of every event, so looked up here.
+        self._tasks = records.tasks
+        self._open_tasks_in = records.open_tasks_in
+        self._submissions = records.submissions
+        self._by_key = records.by_key
+        self._results = self.state.results
+        self._requests = self.state.requests
         self.is_folding = False
         """While events of before are applied nothing is forgotten: of some, later ones are still to come."""
         self._retained_submissions = retained_submissions
         self._finished: OrderedDict[str, None] = OrderedDict()
         self._limits = limits
-        self.service.limit(limits or {})
-        self._decide = Decisions(self).by_command
+        self.state.service.limit(limits or {})
+        self._decide = Decisions(self.state).by_command
         self._apply: dict[type, Callable[..., None]] = {
             TasksAccepted: self._apply_accepted,
             AttemptsLeased: self._apply_leased,
@@ -107,15 +116,19 @@ class Ledger(LedgerState):
     def apply(self, event: Event, namespace: str = EVERY_NAMESPACE) -> None:
         """Takes one event into the state. Journalled events get the next sequence. namespace: of its record."""
         self.apply_to_submission(event)
-        self.service.apply(event, namespace)
+        self.state.service.apply(event, namespace)
 
     def apply_to_submission(self, event: Event) -> None:
-        """All but what it means to the service as a whole, which `service.apply` counts."""
+        """All but what it means to the service as a whole, which `apply_to_service` counts."""
         apply = self._apply.get(type(event))
         if apply is not None:
             apply(event)
         if type(event) is not AttemptsLeased:
-            self.last_sequence += 1
+            self.state.last_sequence += 1
+
+    def apply_to_service(self, event: Event, namespace: str) -> None:
+        """What `apply` does besides."""
+        self.state.service.apply(event, namespace)
 
     def _apply_accepted(self, event: TasksAccepted) -> None:
         submission = self._submissions.get(event.submission_id)
@@ -135,21 +148,21 @@ class Ledger(LedgerState):
             if event.is_collected:
                 task.staged = StagedResult()
             submission.attempts_in[_QUEUED] += len(task.subtasks)
-            self.open_samples += accepted.task.config.repeat_times
+            self.state.open_samples += accepted.task.config.repeat_times
             if accepted.task.client_key:
                 submission.client_keys.add(accepted.task.client_key)
-        self.results.apply_accepted(submission, event)
+        self._results.apply_accepted(submission, event)
         request = RequestRecord(
             event.request_digest,
             event.submission_id,
             submission.next_task_no,
             len(event.tasks),
-            self.last_sequence,
+            self.state.last_sequence,
             warnings=event.warnings,
         )
-        self.requests.remember(submission, event.request_id, request)
+        self._requests.remember(submission, event.request_id, request)
         submission.next_task_no += len(event.tasks)
-        submission.last_sequence = self.last_sequence + 1
+        submission.last_sequence = self.state.last_sequence + 1
 
     def _apply_leased(self, event: AttemptsLeased) -> None:
         for ref in event.attempts:
@@ -158,13 +171,13 @@ class Ledger(LedgerState):
 
     def _apply_started(self, event: AttemptStarted) -> None:
         task = self._tasks[event.task_id]
-        task.submission.last_sequence = self.last_sequence + 1
+        task.submission.last_sequence = self.state.last_sequence + 1
         _move(task, task.subtasks[event.subtask_no], _RUNNING)
 
     def _apply_ended(self, event: AttemptEnded) -> None:
         task = self._tasks[event.task_id]
         subtask = task.subtasks[event.subtask_no]
-        task.submission.last_sequence = self.last_sequence + 1
+        task.submission.last_sequence = self.state.last_sequence + 1
         _move(task, subtask, event.state)
         subtask.running_seconds += event.running_seconds
         if event.next_attempt_no:
@@ -204,7 +217,7 @@ class Ledger(LedgerState):
 
     def _apply_done(self, event: TaskDone) -> None:
         task = self._tasks.pop(event.task_id)
-        self.open_samples -= event.planned_samples
+        self.state.open_samples -= event.planned_samples
         submission = task.submission
         del submission.open_tasks[event.task_id]
         self._open_tasks_in[submission.key.namespace] -= 1
@@ -212,23 +225,23 @@ class Ledger(LedgerState):
             del self._open_tasks_in[submission.key.namespace]
         submission.client_keys.discard(event.client_key)
         submission.done_tasks[event.state] += 1
-        submission.last_sequence = self.last_sequence + 1
+        submission.last_sequence = self.state.last_sequence + 1
         if task.staged is not None:
-            self.results.apply_done(task, event)
+            self._results.apply_done(task, event)
         if not submission.open_tasks:
             self._settle(submission)
 
     def _apply_collected(self, event: ResultsCollected) -> None:
-        self.results.apply_collected(event)
-        self._submissions[event.submission_id].last_sequence = self.last_sequence + 1
+        self._results.apply_collected(event)
+        self._submissions[event.submission_id].last_sequence = self.state.last_sequence + 1
 
     def _apply_acknowledged(self, event: ResultsAcknowledged) -> None:
-        self.results.apply_acknowledged(event)
+        self._results.apply_acknowledged(event)
         self._settle_after(self._submissions[event.submission_id])
 
     def _apply_discarded(self, event: ResultsDiscarded) -> None:
         submission = self._submissions[event.submission_id]
-        self.results.apply_discarded(event)
+        self._results.apply_discarded(event)
         self._remember_call(submission, event)
         self._settle_after(submission)
 
@@ -241,15 +254,15 @@ class Ledger(LedgerState):
                 submission.submission_id,
                 0,
                 submission.next_task_no,
-                self.last_sequence,
+                self.state.last_sequence,
                 stopped_tasks,
             )
-            self.requests.remember(submission, event.request_id, request)
+            self._requests.remember(submission, event.request_id, request)
 
     # What is over
 
     def _settle_after(self, submission: SubmissionRecord) -> None:
-        submission.last_sequence = self.last_sequence + 1
+        submission.last_sequence = self.state.last_sequence + 1
         self._settle(submission)
 
     def _settle(self, submission: SubmissionRecord) -> None:
@@ -268,7 +281,7 @@ class Ledger(LedgerState):
         """
         self.is_folding = False
         if self._limits is not None:
-            self.service.limit(self._limits)
+            self.state.service.limit(self._limits)
         finished = [self._submissions[submission_id] for submission_id in self._finished]
         finished.sort(key=lambda submission: submission.last_sequence)
         self._finished = OrderedDict.fromkeys([submission.submission_id for submission in finished])
@@ -283,23 +296,31 @@ class Ledger(LedgerState):
         submission = self._submissions.pop(submission_id)
         if self._by_key.get(submission.key) is submission:
             del self._by_key[submission.key]
-        self.requests.forget(submission)
+        self._requests.forget(submission)
 
     # From a journal
 
-    def adopt(self, submissions: Iterable[SubmissionRecord]) -> None:
-        """Takes submissions as snapshots had them, before any event is applied on top."""
+    def adopt(self, submissions: Iterable[SubmissionRecord], service: ServiceFacts | None = None) -> None:
+        """Takes what snapshots had, before any event is applied on top. service: what is of no submission; None: that
+        has no snapshot yet.
+        """
+        if service is not None:
+            self.state.service = service
         # As they were made, so that of those under one key the newest has it.
         for submission in sorted(submissions, key=_made_after):
             self._submissions[submission.submission_id] = self._by_key[submission.key] = submission
             self._tasks |= submission.open_tasks
             if submission.open_tasks:
                 self._open_tasks_in[submission.key.namespace] += len(submission.open_tasks)
-            self.requests.adopt(submission)
-            self.open_samples += sum([task.task.config.repeat_times for task in submission.open_tasks.values()])
-            self.results.adopt(submission)
+            self._requests.adopt(submission)
+            self.state.open_samples += sum([task.task.config.repeat_times for task in submission.open_tasks.values()])
+            self._results.adopt(submission)
             if submission.is_forgettable:
                 self._finished[submission.submission_id] = None
+
+    def skip_to(self, sequence: int) -> None:
+        """The event after this one comes next: those before it are counted in already, by snapshots."""
+        self.state.last_sequence = sequence
 
     def complete(self, trajectories: Mapping[str, Mapping[int, Trajectory]]) -> None:
         """Gives samples that a journal told of without their tokens these tokens: by task, by sample_no."""
@@ -310,7 +331,7 @@ class Ledger(LedgerState):
             if task is not None and task.staged is not None:
                 task.staged.samples = with_tokens(task.staged.samples, of_samples)
         for submission_id in {submission_and_number(task_id)[0] for task_id in trajectories}:
-            self.results.complete(self._submissions[submission_id], trajectories)
+            self._results.complete(self._submissions[submission_id], trajectories)
 
 
 def _made_after(submission: SubmissionRecord) -> int:

@@ -1,9 +1,12 @@
-"""What the ledger knows, and what can be asked of it. Nothing here changes any of it: `Ledger.apply` alone does.
+"""What the ledger knows, and what can be asked of it. Whoever only asks gets this, and changes nothing of it: the
+`Ledger` that has it does, and nobody else.
 
 Invariants
   1. A task is here exactly as long as it is open, and `open_samples` and `open_tasks_in` count these.
   2. A key finds the newest of the submissions that had it.
   3. What lies in another namespace than the one that is asked about is not found.
+  4. A request id is one call of its namespace: other content under it is refused.
+  5. What a call did is known as long as its submission is. The submission's record has it too, and so its snapshot.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import SubmissionKey
-from py_scheduler.errors import NotFoundError
+from py_scheduler.errors import AlreadyExistsError, NotFoundError
 from py_scheduler.scheduler.ledger.kept_results import KeptResults
-from py_scheduler.scheduler.ledger.records import WAITING, SubmissionRecord, TaskRecord
-from py_scheduler.scheduler.ledger.remembered import RememberedRequests
+from py_scheduler.scheduler.ledger.records import WAITING, RequestRecord, SubmissionRecord, TaskRecord
 from py_scheduler.scheduler.ledger.service_facts import ServiceFacts
 
 if TYPE_CHECKING:
@@ -29,19 +33,64 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
 
 
-class LedgerState:
-    """All open tasks, and the finished submissions that are still remembered."""
+class RememberedRequests:
+    """Of all namespaces of one scheduler."""
 
     def __init__(self) -> None:
+        self._records: dict[tuple[str, str], RequestRecord] = {}
+
+    def find(self, namespace: str, request_id: str) -> RequestRecord | None:
+        return self._records.get((namespace, request_id))
+
+    def repeated(self, namespace: str, request_id: str, digest: bytes) -> RequestRecord | None:
+        """What this very call did, if it is not the first; one without an id always is. Raises AlreadyExistsError when
+        the id is another call's.
+        """
+        known = self.find(namespace, request_id) if request_id else None
+        if known is not None and known.digest != digest:
+            raise AlreadyExistsError(
+                f"request_id {request_id!r} was used for other tasks, or for another call: send a fresh request_id"
+            )
+        return known
+
+    def remember(self, submission: SubmissionRecord, request_id: str, request: RequestRecord) -> None:
+        self._records[submission.key.namespace, request_id] = submission.requests[request_id] = request
+
+    def adopt(self, submission: SubmissionRecord) -> None:
+        """Takes in a submission that was made with what it remembers, not by events."""
+        for request_id, request in submission.requests.items():
+            self._records[submission.key.namespace, request_id] = request
+
+    def forget(self, submission: SubmissionRecord) -> None:
+        for request_id, request in submission.requests.items():
+            # A fold forgets late, when another submission may have taken the same request id.
+            if self._records.get(key := (submission.key.namespace, request_id)) is request:
+                del self._records[key]
+
+
+class Records(msgspec.Struct, frozen=True):
+    """All open tasks, and the finished submissions that are still remembered. The ledger fills these in."""
+
+    tasks: dict[str, TaskRecord] = {}
+    """By id, as long as they are open."""
+    open_tasks_in: Counter[str] = msgspec.field(default_factory=Counter)
+    """How many are open, by namespace; one that has none is left out."""
+    submissions: dict[str, SubmissionRecord] = {}
+    by_key: dict[SubmissionKey, SubmissionRecord] = {}
+
+
+class LedgerState:
+    """Questions about `records`, which are the ledger's."""
+
+    def __init__(self, records: Records) -> None:
         self.last_sequence = 0
         """Of the journalled events that were applied."""
         self.open_samples = 0
         """Planned samples of open tasks."""
-        self._open_tasks_in: Counter[str] = Counter()
-        """Open tasks by namespace; those that have none are left out."""
-        self._tasks: dict[str, TaskRecord] = {}
-        self._submissions: dict[str, SubmissionRecord] = {}
-        self._by_key: dict[SubmissionKey, SubmissionRecord] = {}
+        self._tasks = records.tasks
+        self._open_tasks_in = records.open_tasks_in
+        self._submissions = records.submissions
+        self._by_key = records.by_key
         self.results = KeptResults(self._submissions)
         self.requests = RememberedRequests()
         self.service = ServiceFacts()

@@ -1,4 +1,6 @@
-"""The way of every fact: command -> ledger -> events -> event log."""
+"""The way of every fact: command -> ledger -> events -> event log. Changes of weights are facts too: the gateway
+notices them, the ledger decides, the journal keeps them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.events import (
+    EVERY_NAMESPACE,
     AttemptsLeased,
     EventRecord,
     JournalledEvent,
@@ -15,11 +18,14 @@ from py_scheduler.domain.events import (
     TasksAccepted,
     approximate_size,
 )
+from py_scheduler.scheduler.ledger.commands import ChangeWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from py_scheduler.domain.episodes.weight_history import WeightHistory
     from py_scheduler.domain.events import Event
+    from py_scheduler.domain.ports import Clock
     from py_scheduler.scheduler.ledger.commands import Command
     from py_scheduler.scheduler.ledger.ledger import Ledger
     from py_scheduler.scheduler.log.event_log import EventLog
@@ -33,7 +39,9 @@ class Recorder:
     """Turns commands into facts. All of a command's events are applied together, in one turn of the loop."""
 
     def __init__(self, ledger: Ledger, event_log: EventLog) -> None:
-        self.ledger = ledger
+        self._ledger = ledger
+        self.ledger = ledger.state
+        """What is known, for whoever records and asks."""
         self._event_log = event_log
         self.event_listeners: list[Callable[[Event, str], None]] = []
         """Whoever is to be told of each event and its namespace, right after the ledger has applied it."""
@@ -42,14 +50,14 @@ class Recorder:
 
     def record(self, command: Command, namespace: str) -> list[Event]:
         """The events the command made, already applied and on their way to the journal; none when it came too late."""
-        ledger = self.ledger
+        ledger, state = self._ledger, self.ledger
         events = ledger.decide(command)
         for event in events:
             ledger.apply(event, namespace)
             for listener in self.event_listeners:
                 listener(event, namespace)
             if type(event) is not AttemptsLeased:
-                self._event_log.append(EventRecord(ledger.last_sequence, namespace, event, approximate_size(event)))
+                self._event_log.append(EventRecord(state.last_sequence, namespace, event, approximate_size(event)))
                 if type(event) in _TOLD:
                     self._tell(event)
         return events
@@ -73,3 +81,24 @@ class Recorder:
         elif not submission.open_tasks:
             counts = ", ".join(f"{count} {state}" for state, count in submission.done_tasks.items() if count)
             logger.info("batch_id %s (%s): every task is done: %s", batch_id, event.submission_id, counts)
+
+
+class RecordedWeights:
+    """Implements `execution.generation.weights.WeightLog`."""
+
+    def __init__(self, recorder: Recorder, event_log: EventLog, clock: Clock) -> None:
+        self._recorder = recorder
+        self._event_log = event_log
+        self._clock = clock
+
+    def history(self, roles: tuple[str, ...]) -> WeightHistory:
+        return self._recorder.ledger.weights_of(roles)
+
+    def has(self, roles: tuple[str, ...], version: str, *, is_confirmed: bool) -> None:
+        if version != self.history(roles).version:
+            change = ChangeWeights(roles, version, is_confirmed, self._clock.unix_time())
+            self._recorder.record(change, EVERY_NAMESPACE)
+
+    async def committed(self) -> None:
+        """Raises ResourceExhaustedError while the journal cannot write."""
+        await self._event_log.wait_committed(self._recorder.ledger.last_sequence)

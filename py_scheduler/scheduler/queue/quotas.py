@@ -12,12 +12,8 @@ from py_scheduler.domain.quotas import UNLIMITED, Quota
 from py_scheduler.errors import ResourceExhaustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from py_scheduler.domain.task import Task
-    from py_scheduler.scheduler.ledger.state import LedgerState
-    from py_scheduler.scheduler.log.event_log import EventLog
-    from py_scheduler.scheduler.settings import EngineSettings
 
 _RETRY_AFTER_SECONDS = 1.0
 _EVERY_NAMESPACE = "*"
@@ -72,41 +68,3 @@ class Quotas:
         self._further = dict(quotas)
         self.there_are_any = bool(self._configured or self._further)
         self._known.clear()
-
-
-class IntakeLimits:
-    """What may be open, unread or kept when more tasks come."""
-
-    def __init__(self, quotas: Quotas, ledger: LedgerState, event_log: EventLog, settings: EngineSettings) -> None:
-        self._quotas = quotas
-        self._ledger = ledger
-        self._event_log = event_log
-        self._settings = settings
-
-    def check(self, tasks: Sequence[Task], namespace: str, *, keeps_results: bool) -> None:
-        """Raises ResourceExhaustedError while these tasks would be too many. keeps_results: theirs are collected."""
-        ledger, settings = self._ledger, self._settings
-        self._quotas.check_tasks(namespace, ledger.open_tasks_in(namespace), len(tasks))
-        self._quotas.check_retained(namespace, self._event_log.unread_bytes)
-        samples = sum([task.config.repeat_times for task in tasks])
-        for what, are_open, more, limit in (
-            ("tasks", ledger.open_tasks, len(tasks), settings.max_queued_tasks),
-            ("samples", ledger.open_samples, samples, settings.max_queued_samples),
-        ):
-            if are_open + more > limit:
-                raise ResourceExhaustedError(
-                    f"{are_open} {what} are open, {more} more would exceed max_queued_{what} ({limit}):"
-                    " wait for some to finish",
-                    _RETRY_AFTER_SECONDS,
-                )
-        if keeps_results:
-            self._check_kept()
-
-    def _check_kept(self) -> None:
-        kept, limit = self._ledger.results.kept_bytes, self._settings.max_kept_bytes
-        if kept >= limit:
-            raise ResourceExhaustedError(
-                f"results of {kept} bytes wait to be collected or acknowledged, max_kept_bytes is {limit}:"
-                " collect, acknowledge or discard some",
-                _RETRY_AFTER_SECONDS,
-            )

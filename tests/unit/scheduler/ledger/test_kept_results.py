@@ -44,7 +44,7 @@ class Trainer:
         self._unacknowledged: list[str] = []
 
     def do(self, what: str, number: int) -> None:
-        submission = self.ledger.submission_of_key(SubmissionKey(7))
+        submission = self.ledger.state.submission_of_key(SubmissionKey(7))
         if what == "accept":
             name = f"r{next(self._numbers)}"
             tasks = tuple(task(2) for _ in range(number + 1))
@@ -101,7 +101,7 @@ def test_each_result_is_handed_out_once_and_what_is_kept_is_counted(steps: list[
             assert len({result.task_id for result in results}) == len(results)
             assert not {result.task_id for result in results} & set(record.open_tasks)
             size += kept.size
-        assert ledger.results.kept_bytes == size
+        assert ledger.state.results.kept_bytes == size
     accepted = [one.task_id for event in trainer.events if isinstance(event, TasksAccepted) for one in event.tasks]
     done = [event.task_id for event in trainer.events if isinstance(event, TaskDone)]
     handed_out = [
@@ -121,21 +121,21 @@ def test_the_same_events_make_the_same_state_again(steps: list[tuple[str, int]])
     for event in trainer.events:
         again.apply(event)
     assert kept_of(again) == kept_of(trainer.ledger)
-    assert again.results.kept_bytes == trainer.ledger.results.kept_bytes
-    assert again.history == trainer.ledger.history
+    assert again.state.results.kept_bytes == trainer.ledger.state.results.kept_bytes
+    assert again.state.history == trainer.ledger.state.history
     adopted = Ledger()
     for record in trainer.ledger._submissions.values():
-        adopted.results.adopt(record)
-    assert adopted.results.kept_bytes == trainer.ledger.results.kept_bytes
+        adopted.state.results.adopt(record)
+    assert adopted.state.results.kept_bytes == trainer.ledger.state.results.kept_bytes
 
 
 @given(operations)
 def test_a_batch_id_names_a_new_submission_exactly_when_the_last_one_is_drained(steps: list[tuple[str, int]]) -> None:
     trainer = Trainer()
     for what, number in steps:
-        before = trainer.ledger.submission_of_key(SubmissionKey(7))
+        before = trainer.ledger.state.submission_of_key(SubmissionKey(7))
         was_open = before is not None and not before.is_over
         trainer.do(what, number)
-        after = trainer.ledger.submission_of_key(SubmissionKey(7))
+        after = trainer.ledger.state.submission_of_key(SubmissionKey(7))
         if what == "accept" and before is not None:
             assert (after is before) == was_open

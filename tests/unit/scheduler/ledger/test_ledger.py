@@ -36,7 +36,7 @@ def test_a_task_ends_once_after_its_last_sample() -> None:
     driver.tell(end("s-0", AttemptState.SUCCEEDED, 0))
     (done,) = driver.done()
     assert (done.state, done.planned_samples, done.outcomes) == (TaskState.SUCCEEDED, 2, {Outcome.SOLVED: 2})
-    assert driver.ledger.open_tasks == 0
+    assert driver.ledger.state.open_tasks == 0
 
 
 def test_a_failure_without_budget_gives_the_sample_an_outcome_and_the_task_a_reason() -> None:
@@ -125,7 +125,7 @@ def test_a_task_named_twice_is_stopped_once() -> None:
     driver = Driver(accept(task(), task()))
     driver.tell(stop("s-0", "s-0", "s-1"))
     assert [done.task_id for done in driver.done()] == ["s-0", "s-1"]
-    assert driver.ledger.last_sequence == len(driver.events)
+    assert driver.ledger.state.last_sequence == len(driver.events)
 
 
 def test_no_attempt_follows_one_whose_handler_may_still_be_at_work() -> None:
@@ -168,14 +168,14 @@ def test_a_request_id_runs_once_and_only_with_the_same_content() -> None:
     assert driver.tell(accept(task())) == []
     with pytest.raises(AlreadyExistsError, match="request_id 'r'"):
         driver.tell(accept(task(), digest=b"other"))
-    request = driver.ledger.requests.find("default", "r")
+    request = driver.ledger.state.requests.find("default", "r")
     assert request is not None
     assert (request.submission_id, request.task_ids, request.before_sequence) == ("s", ("s-0",), 0)
 
 
 def test_calls_under_one_key_make_one_submission_with_unique_task_ids() -> None:
     driver = Driver(accept(task(), task()), accept(task(), request_id="r2"))
-    request = driver.ledger.requests.find("default", "r2")
+    request = driver.ledger.state.requests.find("default", "r2")
     assert request is not None
     assert request.task_ids == ("s-2",)
 
@@ -188,7 +188,7 @@ def test_client_keys_are_unique_among_live_tasks() -> None:
         driver.tell(accept(task(client_key="a"), request_id="r2"))
     with pytest.raises(InvalidArgumentError, match="stands twice"):
         driver.tell(accept(task(client_key="b"), task(client_key="b"), request_id="r2"))
-    assert driver.ledger.open_tasks == 1, "a refused call leaves nothing behind"
+    assert driver.ledger.state.open_tasks == 1, "a refused call leaves nothing behind"
     driver.tell(stop())
     assert driver.tell(accept(task(client_key="a"), request_id="r3"))
 
@@ -201,9 +201,9 @@ def test_finished_submissions_are_forgotten_beyond_the_limit() -> None:
             ledger.apply(event)
         for event in ledger.decide(StopTasks(f"s{step}", (), StopCause.REQUEST, "", 1.0)):
             ledger.apply(event)
-    assert [ledger.submission(f"s{step}") is None for step in range(5)] == [True, True, True, False, False]
-    assert ledger.requests.find("default", "r0") is None
-    assert ledger.requests.find("default", "r4") is not None
+    assert [ledger.state.submission(f"s{step}") is None for step in range(5)] == [True, True, True, False, False]
+    assert ledger.state.requests.find("default", "r0") is None
+    assert ledger.state.requests.find("default", "r4") is not None
     assert ledger.decide(StopTasks("s0", (), StopCause.REQUEST, "", 1.0, request_id="a")) == [], "too late"
 
 
@@ -261,7 +261,7 @@ def test_any_sequence_of_commands_keeps_the_invariants(sequence: list[Command]) 
         for sample in event.samples
     )
     assert samples == {(f"s-{number}", sample_no): 1 for number in range(3) for sample_no in range(2)}
-    submission = driver.ledger.submission("s")
+    submission = driver.ledger.state.submission("s")
     assert submission is not None
     assert not any(
         submission.attempts_in[state] for state in (AttemptState.QUEUED, AttemptState.LEASED, AttemptState.RUNNING)
@@ -277,12 +277,12 @@ def _assert_groups_keep_their_samples(driver: Driver) -> None:
         if isinstance(event, AttemptEnded) and event.task_id == "s-1"
         for sample in event.samples
     ]
-    record = driver.ledger.task("s-1")
+    record = driver.ledger.state.task("s-1")
     if record is not None:
         assert record.group_samples == final
         assert not record.awaits_group_score or any(sample.outcome is Outcome.SOLVED for sample in final)
     for task_id in ("s-0", "s-2"):
-        other = driver.ledger.task(task_id)
+        other = driver.ledger.state.task(task_id)
         assert other is None or (other.group_samples is None and not other.awaits_group_score)
     _assert_folding_gives_the_same_state(driver)
 
@@ -297,14 +297,14 @@ def _assert_folding_gives_the_same_state(driver: Driver) -> None:
     first = Ledger()
     for event in driver.events[:cut]:
         first.apply(event)  # type: ignore[arg-type]
-    (submission,) = first.submissions()
+    (submission,) = first.state.submissions()
     restored = Ledger()
-    restored.adopt([submission_of(snapshot_of(submission, first))])
-    restored.last_sequence = first.last_sequence
+    restored.adopt([submission_of(snapshot_of(submission, first.state))])
+    restored.skip_to(first.state.last_sequence)
     for event in driver.events[cut:]:
         restored.apply(event)  # type: ignore[arg-type]
     _assert_same_state(restored, driver)
-    assert restored.open_samples == driver.ledger.open_samples
+    assert restored.state.open_samples == driver.ledger.state.open_samples
 
 
 _WAITS = {AttemptState.LEASED: AttemptState.QUEUED}
@@ -319,17 +319,17 @@ def _unleased(attempts_in: dict[AttemptState, int]) -> Counter[AttemptState]:
 
 
 def _assert_same_state(again: Ledger, driver: Driver) -> None:
-    assert again.last_sequence == driver.ledger.last_sequence
-    assert again.open_tasks == driver.ledger.open_tasks
-    left, right = again.submission("s"), driver.ledger.submission("s")
+    assert again.state.last_sequence == driver.ledger.state.last_sequence
+    assert again.state.open_tasks == driver.ledger.state.open_tasks
+    left, right = again.state.submission("s"), driver.ledger.state.submission("s")
     assert left is not None
     assert right is not None
     for field in ("done_tasks", "client_keys", "requests", "next_task_no", "key", "last_sequence"):
         assert getattr(left, field) == getattr(right, field)
     assert _unleased(left.attempts_in) == _unleased(right.attempts_in)
-    assert again.requests.find("default", "r") == driver.ledger.requests.find("default", "r")
+    assert again.state.requests.find("default", "r") == driver.ledger.state.requests.find("default", "r")
     for task_id in ("s-0", "s-1", "s-2"):
-        record, other = again.task(task_id), driver.ledger.task(task_id)
+        record, other = again.state.task(task_id), driver.ledger.state.task(task_id)
         assert (record is None) == (other is None)
         if record is not None and other is not None:
             for one, same in zip(record.subtasks, other.subtasks, strict=True):

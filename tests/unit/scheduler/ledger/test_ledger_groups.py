@@ -25,13 +25,13 @@ def played(*states: AttemptState) -> Driver:
 def test_a_group_waits_for_its_score_and_then_has_it() -> None:
     driver = played(AttemptState.SUCCEEDED, AttemptState.SUCCEEDED)
     assert driver.done() == []
-    record = driver.ledger.open_task("s-0")
+    record = driver.ledger.state.open_task("s-0")
     assert record.awaits_group_score
     assert [sample.sample_no for sample in record.group_samples or ()] == [0, 1]
     driver.tell(score("s-0", 0.25, 0.75))
     (done,) = driver.done()
     assert (done.state, [reward.score for reward in done.rewards]) == (TaskState.SUCCEEDED, [0.25, 0.75])
-    assert driver.ledger.open_tasks == 0
+    assert driver.ledger.state.open_tasks == 0
     assert driver.tell(score("s-0", 0.0, 0.0)) == [], "the first word on a group counts"
 
 
@@ -100,13 +100,13 @@ def test_what_succeeds_after_the_stop_is_no_group_any_more() -> None:
 
 def test_samples_are_kept_for_groups_alone() -> None:
     driver = Driver(accept(task(2)), start("s-0"), end("s-0", AttemptState.SUCCEEDED))
-    assert driver.ledger.open_task("s-0").group_samples is None
+    assert driver.ledger.state.open_task("s-0").group_samples is None
 
 
 def test_the_iteration_stays_with_its_tasks() -> None:
     iteration = IterationContext(rollout_id=3, beta=0.5)
     driver = Driver(msgspec.structs.replace(accept(task()), iteration=iteration))
-    assert driver.ledger.open_task("s-0").iteration == iteration
+    assert driver.ledger.state.open_task("s-0").iteration == iteration
 
 
 # Refills
@@ -119,9 +119,9 @@ def test_an_attempt_that_the_infrastructure_failed_is_refilled_without_a_retry()
         assert isinstance(ended, AttemptEnded)
         assert (ended.samples, ended.next_attempt_no, ended.is_refill) == ((), attempt_no + 1, True)
         driver.tell(start("s-0", attempt_no=attempt_no + 1))
-    subtask = driver.ledger.open_task("s-0").subtasks[0]
+    subtask = driver.ledger.state.open_task("s-0").subtasks[0]
     assert (subtask.refills, subtask.failures, subtask.losses) == (2, 0, 0)
-    assert driver.ledger.open_task("s-0").subtasks[1].attempt_no == 1, "its sibling goes on"
+    assert driver.ledger.state.open_task("s-0").subtasks[1].attempt_no == 1, "its sibling goes on"
     driver.tell(end("s-0", AttemptState.SUCCEEDED, 1))
     assert driver.done() == []
     driver.tell(infra("s-0", attempt_no=3))

@@ -28,8 +28,8 @@ def test_a_submission_is_found_by_its_id_and_by_its_batch_id_in_its_own_namespac
         SubmissionSelector(submission_id="s", namespace="mine"),
         SubmissionSelector(batch_id=7, namespace="mine"),
     ):
-        assert found(ledger, named) == ledger.require(named).submission_id == "s"
-    assert found(ledger, SubmissionSelector(batch_id=7, namespace="theirs")) == "t"
+        assert found(ledger.state, named) == ledger.state.require(named).submission_id == "s"
+    assert found(ledger.state, SubmissionSelector(batch_id=7, namespace="theirs")) == "t"
     for named, fault in (
         (SubmissionSelector(submission_id="t", namespace="mine"), "no submission has the id 't' in namespace 'mine'"),
         (SubmissionSelector(batch_id=8, namespace="mine"), "no submission is known as 8 in namespace 'mine'"),
@@ -39,9 +39,9 @@ def test_a_submission_is_found_by_its_id_and_by_its_batch_id_in_its_own_namespac
         ),
         (SubmissionSelector(namespace="mine"), "name a submission_id or a batch_id"),
     ):
-        assert found(ledger, named) is None
+        assert found(ledger.state, named) is None
         with pytest.raises(NotFoundError, match=fault):
-            ledger.require(named)
+            ledger.state.require(named)
 
 
 def test_a_batch_id_that_was_used_again_means_the_newest_and_the_others_keep_their_ids() -> None:
@@ -50,5 +50,5 @@ def test_a_batch_id_that_was_used_again_means_the_newest_and_the_others_keep_the
     driver.tell(CollectResults("s", "c", None, (), (), 2.0))
     driver.tell(AcknowledgeResults(key.namespace, "c", 3.0))
     driver.tell(accept("t", key))
-    assert found(driver.ledger, SubmissionSelector(batch_id=7)) == "t"
-    assert found(driver.ledger, SubmissionSelector(submission_id="s")) == "s"
+    assert found(driver.ledger.state, SubmissionSelector(batch_id=7)) == "t"
+    assert found(driver.ledger.state, SubmissionSelector(submission_id="s")) == "s"

@@ -56,7 +56,7 @@ def ended_of(events: list[object]) -> AttemptEnded:
 def test_a_task_is_split_as_its_config_says(repeat_times: int, size: int | None, ranges: list[tuple[int, int]]) -> None:
     task = subtasks(repeat_times, size)
     driver = Driver(accept(task))
-    record = driver.ledger.open_task("s-0")
+    record = driver.ledger.state.open_task("s-0")
     assert [(subtask.first_sample_no, subtask.sample_count) for subtask in record.subtasks] == ranges
     assert task.config.subtask_count == len(ranges)
 
@@ -127,9 +127,9 @@ def test_a_late_report_of_attempt_1_after_attempt_2_began_changes_nothing() -> N
     driver = Driver(accept(subtasks(2, 2, max_retries=1)), start("s-0"))
     driver.tell(end(AttemptState.TIMED_OUT))
     driver.tell(start("s-0", attempt_no=2))
-    before = msgspec.structs.asdict(driver.ledger.open_task("s-0").subtasks[0])
+    before = msgspec.structs.asdict(driver.ledger.state.open_task("s-0").subtasks[0])
     assert driver.tell(end(AttemptState.SUCCEEDED, sample(0), sample(1), payload=b"late")) == []
-    assert msgspec.structs.asdict(driver.ledger.open_task("s-0").subtasks[0]) == before
+    assert msgspec.structs.asdict(driver.ledger.state.open_task("s-0").subtasks[0]) == before
     event = ended_of(driver.tell(end(AttemptState.SUCCEEDED, sample(0, 2), sample(1, 2), attempt_no=2)))
     assert [done.attempt_no for done in event.samples] == [2, 2]
 

@@ -34,13 +34,13 @@ def test_an_update_of_an_engine_that_never_said_what_it_has_is_a_change() -> Non
 def test_roles_that_come_to_rest_on_one_engine_go_on_from_the_longer_history() -> None:
     driver = Driver(*map(change, "abc"), change("x", "teacher"), change("y", "teacher"))
     driver.tell(change("d", "teacher", "student"))
-    assert driver.ledger.weights_of(("teacher",)).epoch == driver.ledger.weights_of(("student",)).epoch == 3
+    assert driver.ledger.state.weights_of(("teacher",)).epoch == driver.ledger.state.weights_of(("student",)).epoch == 3
 
 
 def test_a_resume_of_training_tells_the_students_epoch() -> None:
     driver = Driver(change("a"), change("b"), change("x", "teacher"), ResumeTraining(2.0))
     assert driver.events[-1] == TrainingResumed(epoch=1, unix_seconds=2.0)
-    assert driver.ledger.last_sequence == 4
+    assert driver.ledger.state.last_sequence == 4
 
 
 @given(
@@ -53,10 +53,10 @@ def test_any_history_counts_by_one_and_folds_to_the_same(
     driver = Driver()
     for which, version, is_confirmed in history:
         roles = engines[which % len(engines)]
-        before = driver.ledger.weights_of(roles)
+        before = driver.ledger.state.weights_of(roles)
         version_before, epoch_before = before.version, before.epoch
         events = driver.tell(ChangeWeights(roles, version, is_confirmed, 1.0))
-        after = driver.ledger.weights_of(roles)
+        after = driver.ledger.state.weights_of(roles)
         if events:
             assert after.version == version != version_before
             assert after.epoch - epoch_before == (1 if version_before or is_confirmed else 0)
@@ -67,6 +67,6 @@ def test_any_history_counts_by_one_and_folds_to_the_same(
     for event in driver.events:
         again.apply(event)  # type: ignore[arg-type]
     for roles in engines:
-        folded, known = again.weights_of(roles), driver.ledger.weights_of(roles)
+        folded, known = again.state.weights_of(roles), driver.ledger.state.weights_of(roles)
         assert (folded.version, folded.epoch) == (known.version, known.epoch)
         assert [folded.epoch_of(version) for version in "abc"] == [known.epoch_of(version) for version in "abc"]

@@ -25,7 +25,7 @@ async def test_cut_off_after_any_step_a_restart_finds_the_same_state(steps: int)
     store, ledger = Store(), Ledger(retained_submissions=1)
     log = EventLog(store)
     log.start(0)
-    recorder, checkpoints = Recorder(ledger, log), Checkpoints(store, ledger, log)
+    recorder, checkpoints = Recorder(ledger, log), Checkpoints(store, ledger.state, log)
     for number in range(3):
         recorder.record(accept(number), "default")
         recorder.record(start(f"s{number}-0"), "default")
@@ -34,12 +34,12 @@ async def test_cut_off_after_any_step_a_restart_finds_the_same_state(steps: int)
     for number in range(2):
         recorder.record(end(f"s{number}-0", AttemptState.SUCCEEDED), "default")
     log.flush()
-    assert ledger.submission("s0") is None, "finished and beyond what is retained"
+    assert ledger.state.submission("s0") is None, "finished and beyond what is retained"
     store.steps_left = steps
     await checkpoints.take()
     again = Ledger(retained_submissions=1)
     fold(store, again)
-    assert again.last_sequence == ledger.last_sequence
-    assert [each.submission_id for each in again.submissions()] == ["s1", "s2"]
-    assert again.open_tasks == ledger.open_tasks == 1
-    assert again.running_attempts("s2-0") == ledger.running_attempts("s2-0")
+    assert again.state.last_sequence == ledger.state.last_sequence
+    assert [each.submission_id for each in again.state.submissions()] == ["s1", "s2"]
+    assert again.state.open_tasks == ledger.state.open_tasks == 1
+    assert again.state.running_attempts("s2-0") == ledger.state.running_attempts("s2-0")

@@ -40,7 +40,7 @@ class Gated:
 
     def __init__(self) -> None:
         self.ledger = Ledger(limits={DEFAULT_NAMESPACE: LIMIT})
-        self.gate = StalenessGate(self.ledger, [DEFAULT_NAMESPACE])
+        self.gate = StalenessGate(self.ledger.state, [DEFAULT_NAMESPACE])
         self.gate.opened = self.let_go
         self.events: list[Event] = []
         self.through: dict[str, int] = {}
@@ -48,7 +48,7 @@ class Gated:
 
     @property
     def window(self) -> StalenessWindow:
-        return self.ledger.service.windows[DEFAULT_NAMESPACE]
+        return self.ledger.state.service.windows[DEFAULT_NAMESPACE]
 
     @property
     def held_places(self) -> int:
@@ -77,7 +77,7 @@ class Gated:
         for event in self.tell(accept):
             assert isinstance(event, TasksAccepted)
             for accepted in event.tasks:
-                self.hold(self.ledger.open_task(accepted.task_id))
+                self.hold(self.ledger.state.open_task(accepted.task_id))
         self.let_go()
 
     def hold(self, *records: TaskRecord) -> None:
@@ -108,7 +108,7 @@ class Gated:
         )
         self.tell(StartAttempt(ref, "", (), 0.0))
         self.tell(EndAttempt(ref, state, (sample,), "", 0.0))
-        record = self.ledger.task(task_id)
+        record = self.ledger.state.task(task_id)
         if record is not None:
             self.through[task_id] = record.subtasks[0].attempt_no
 
@@ -139,7 +139,7 @@ def test_what_was_begun_before_a_restart_goes_on_although_more_is_accepted_than_
     accept = AcceptTasks("r", b"", SubmissionKey(0), (task(max_failure_retries=1),) * 6, "s", 0.0)
     (accepted,) = gated.tell(accept)
     assert isinstance(accepted, TasksAccepted)
-    records = [gated.ledger.open_task(each.task_id) for each in accepted.tasks]
+    records = [gated.ledger.state.open_task(each.task_id) for each in accepted.tasks]
     gated.hold(*records[:5])
     gated.hold(records[5])
     gated.let_go()
@@ -152,7 +152,7 @@ def test_what_was_begun_before_a_restart_goes_on_although_more_is_accepted_than_
     again = Gated()
     for event in gated.events:
         again.take(event)
-    again.hold(*(again.ledger.open_task(record.task_id) for record in records[4:]))
+    again.hold(*(again.ledger.state.open_task(record.task_id) for record in records[4:]))
     again.let_go()
     assert again.through == {records[4].task_id: 2}
     again.end(AttemptState.SUCCEEDED)
@@ -176,7 +176,7 @@ def test_over_any_history_what_goes_through_is_what_the_rule_admits_and_a_restar
         elif action == "update":
             gated.update(f"v{number}")
         elif action == "abort_submission":
-            open_submissions = gated.ledger.open_submissions()
+            open_submissions = gated.ledger.state.open_submissions()
             if open_submissions:
                 chosen = open_submissions[argument % len(open_submissions)]
                 waiting = [task_id for task_id in chosen.open_tasks if task_id not in gated.through]
@@ -186,7 +186,7 @@ def test_over_any_history_what_goes_through_is_what_the_rule_admits_and_a_restar
             states = {"succeed": AttemptState.SUCCEEDED, "fail": AttemptState.FAILED, "abort": AttemptState.ABORTED}
             gated.end(states[action])
         running = len(gated.through)
-        held = gated.ledger.open_tasks - running
+        held = gated.ledger.state.open_tasks - running
         assert not (held and gated.window.admits(running)), "nothing waits that the rule admits"
         assert running + gated.window.accepted <= gated.window.limit
 
@@ -195,9 +195,9 @@ def test_over_any_history_what_goes_through_is_what_the_rule_admits_and_a_restar
         again.take(event)
     for name in ("accepted", "epoch", "epoch_at_resume"):
         assert getattr(again.window, name) == getattr(gated.window, name)
-    for submission in again.ledger.open_submissions():
+    for submission in again.ledger.state.open_submissions():
         for record in submission.open_tasks.values():
             again.hold(record)
     again.let_go()
     room = gated.window.limit - gated.window.accepted
-    assert len(again.through) == min(room, gated.ledger.open_tasks)
+    assert len(again.through) == min(room, gated.ledger.state.open_tasks)

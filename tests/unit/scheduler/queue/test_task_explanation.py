@@ -20,7 +20,7 @@ from tests.support.handlers import SolvingAgent, spec_of
 
 if TYPE_CHECKING:
     from py_scheduler.domain.explanations import TaskWait
-    from py_scheduler.scheduler.ledger.ledger import Ledger
+    from py_scheduler.scheduler.ledger.state import LedgerState
 
 SAMPLE = Resource(gpu=0.5)
 
@@ -49,7 +49,7 @@ def waits(queue: ReadyQueue, task_id: str, pool: PlacementPool | None, ended: st
     explainer = TaskExplainer(
         queue,
         pool,
-        cast("Ledger", ledger),
+        cast("LedgerState", ledger),
         now=10.0,
         most_tokens=lambda _: 5,
         reason_of=lambda _, ahead: f"{ahead.in_all} ahead",
