@@ -43,6 +43,8 @@ from benches._stamped_server import Stamps
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
 from py_scheduler.client import SchedulerClient
+from py_scheduler.client.connection import Connection
+from py_scheduler.client.submissions import Submissions
 from py_scheduler.domain.events import AttemptEnded
 from py_scheduler.domain.requests import EventKind
 from py_scheduler.domain.task import Task, TaskConfig
@@ -108,15 +110,24 @@ class Heard(msgspec.Struct):
     submitted: float = 0.0
 
 
-class _Client(SchedulerClient):
+class _Connection(Connection):
     """Notes when it has read a frame."""
 
     received = 0.0
 
-    async def _read(self, call: Any) -> Any:
-        message = await super()._read(call)
+    async def read(self, call: Any) -> Any:
+        message = await super().read(call)
         self.received = time.monotonic()
         return message
+
+
+class _Client(SchedulerClient):
+    """A client whose watches are measured."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._connection = self.measured = _Connection(target)
+        self._submissions = Submissions(self.measured)
 
 
 # The measurement
@@ -167,7 +178,7 @@ class _Measurement:
                 assert isinstance(record.event, AttemptEnded)
                 (sample,) = record.event.samples
                 assert sample.reward is not None
-                return Heard(record.sequence, sample.reward.score, self._client.received, now)
+                return Heard(record.sequence, sample.reward.score, self._client.measured.received, now)
         raise AssertionError("the stream ended")
 
     async def _one_message(self) -> None:

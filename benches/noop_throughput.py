@@ -29,6 +29,8 @@ from benches._server_process import server_process
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
 from py_scheduler.client import SchedulerClient
+from py_scheduler.client.rollouts import Rollouts
+from py_scheduler.client.submissions import Submissions
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import Outcome, SampleDone, TaskState
 from py_scheduler.domain.task import Task, TaskConfig
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from py_scheduler.client import RolloutEvent
+    from py_scheduler.client.connection import Connection
     from py_scheduler.domain.requests import WatchedFrame
     from py_scheduler.wire.submissions import SubmitChunk
 
@@ -65,11 +68,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     profiled: bool
 
 
-class MeasuredClient(SchedulerClient):
+class MeasuredSubmissions(Submissions):
     """Notes the sizes of what it sends and receives: submits in bytes, stream frames in events."""
 
-    def __init__(self, target: str) -> None:
-        super().__init__(target)
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
         self.submits: list[tuple[int, int]] = []
         self.frames: list[int] = []
 
@@ -78,10 +81,19 @@ class MeasuredClient(SchedulerClient):
         self.submits.append((chunk.request.ByteSize(), reply.ByteSize()))
         return reply
 
-    async def watch(self, **filters: Any) -> AsyncGenerator[WatchedFrame, None]:
-        async for frame in super().watch(**filters):
+    async def watch(self, *asked: Any, **options: Any) -> AsyncGenerator[WatchedFrame, None]:
+        async for frame in super().watch(*asked, **options):
             self.frames.append(len(frame.records))
             yield frame
+
+
+class MeasuredClient(SchedulerClient):
+    """A client whose rollouts are measured."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self.measured = MeasuredSubmissions(self._connection)
+        self._rollouts = Rollouts(self.measured)
 
 
 class Rollout(msgspec.Struct, frozen=True):
@@ -146,13 +158,13 @@ async def _measure(count: int, profile: Path | None, journal: list[str]) -> Repo
         print(f"server: pid {server.pid}, {server.address}")
         check(await roll_out(client, WARM_UP_TASKS, batch_id=0), WARM_UP_TASKS)
         event_bytes = await mean_event_bytes(server.address)
-        client.submits.clear()
-        client.frames.clear()
+        client.measured.submits.clear()
+        client.measured.frames.clear()
         server_cpu, client_cpu = server.cpu_seconds(), time.process_time()
         rollout = await roll_out(client, count, batch_id=1)
         server_cpu, client_cpu = server.cpu_seconds() - server_cpu, time.process_time() - client_cpu
         check(rollout, count)
-        traffic = Traffic(client.submits, [round(event_bytes * events) for events in client.frames])
+        traffic = Traffic(client.measured.submits, [round(event_bytes * events) for events in client.measured.frames])
     async with server_process([str(HERE / "_grpc_echo.py")]) as echo:
         echo_best = min([await echo_seconds(echo.address, traffic) for _ in range(ECHO_RUNS)])
     return Report(

@@ -19,16 +19,20 @@ Every error is one of the tree in `py_scheduler.errors`.
 
 from __future__ import annotations
 
-from py_scheduler.client._aio import SchedulerClient, Submission
-from py_scheduler.client._blocking import BlockingSchedulerClient
-from py_scheduler.client._blocking_generation import BlockingGenerationClient
-from py_scheduler.client._blocking_placement import BlockingHeldLease, BlockingPlacementClient
-from py_scheduler.client._channel import ClientTls
-from py_scheduler.client._generation import GenerationClient
-from py_scheduler.client._held_lease import HeldLease
-from py_scheduler.client._placement import PlacementClient
-from py_scheduler.client._rollout import RolloutEvent
-from py_scheduler.client._steps import StepEvent
+from py_scheduler.client.blocking import (
+    BlockingGenerationClient,
+    BlockingHeldLease,
+    BlockingPlacementClient,
+    BlockingSchedulerClient,
+)
+from py_scheduler.client.channel import ClientTls
+from py_scheduler.client.generation import GenerationClient
+from py_scheduler.client.held_lease import HeldLease
+from py_scheduler.client.placement import PlacementClient
+from py_scheduler.client.rollouts import RolloutEvent
+from py_scheduler.client.scheduler import SchedulerClient
+from py_scheduler.client.steps import StepEvent
+from py_scheduler.client.submissions import Submission
 
 __all__ = [
     "BlockingGenerationClient",

@@ -173,7 +173,7 @@ BLOCKING: dict[type, Any] = {
     PlacementClient: BlockingPlacementClient,
     GenerationClient: BlockingGenerationClient,
 }
-NO_CALLS = {"open", "close", "connect", "submit_chunk", "stub_class", "asyncio_class"}
+NO_CALLS = {"open", "close", "connect", "asyncio_class"}
 
 
 @pytest.mark.parametrize("kind", EVERY_CALL)

@@ -64,4 +64,4 @@ def test_a_target_without_a_port(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["unix:/tmp/s.sock", "[::1]:5", "dns:///host:50051"])
 def test_targets(target: str) -> None:
-    assert SchedulerClient(target)._target == target
+    assert SchedulerClient(target)._connection.target == target

@@ -22,7 +22,7 @@ TASKS = [Task(config=TaskConfig(task_type="agent")) for _ in range(1_200)]
 
 
 def test_it_has_every_public_method_of_the_asyncio_client() -> None:
-    lifecycle = {"open", "close", "connect", "submit_chunk"}
+    lifecycle = {"open", "close", "connect"}
     for name, method in inspect.getmembers(SchedulerClient, inspect.isfunction):
         if not name.startswith("_") and name not in lifecycle:
             twin = inspect.signature(getattr(BlockingSchedulerClient, name))

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from py_scheduler.api.boundary import CallRefusedError
-from py_scheduler.client import BlockingSchedulerClient, SchedulerClient, _collecting
-from py_scheduler.client._backoff import Backoff
+from py_scheduler.client import BlockingSchedulerClient, SchedulerClient, connection
+from py_scheduler.client.connection import Backoff
 from py_scheduler.domain.collecting import CollectReply, CollectRequest, TaskResult, UnfinishedTask
 from py_scheduler.domain.requests import Delivery, SubmissionSelector
 from py_scheduler.domain.results import TaskState
@@ -139,7 +139,7 @@ async def test_each_break_of_a_long_wait_is_waited_for_anew(monkeypatch: pytest.
             self.may_answer.clear()
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "broken off")
 
-    monkeypatch.setattr(_collecting, "Backoff", HoursApart)
+    monkeypatch.setattr(connection, "Backoff", HoursApart)
     engine = FakeEngine()
     engine.results = BreakingResults(engine)
     engine.results.collected = REPLY

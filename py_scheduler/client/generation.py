@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2 as service
-from py_scheduler._generated.rollout_scheduler.v1 import generation_service_pb2_grpc
-from py_scheduler.client._base import CALL_SECONDS, ServiceClient
+from py_scheduler._generated.rollout_scheduler.v1.generation_service_pb2_grpc import GenerationServiceStub
+from py_scheduler.client.connection import CALL_SECONDS, ServiceClient
 from py_scheduler.domain.generation import STUDENT, PauseMode, WeightUpdate
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from py_scheduler.wire import generation as wire
@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 UPDATE_SECONDS = 600.0
 
 
-class GenerationClient(ServiceClient[generation_service_pb2_grpc.GenerationServiceStub]):
+class GenerationClient(ServiceClient):
     """Pauses the language models and changes their weights. Takes what SchedulerClient takes.
 
     Every method may be called again and answers how generation stands then. They raise FailedPreconditionError for an
     engine that cannot be controlled, NotFoundError for a role without engine, EngineUnavailableError when the engine
     does not answer, InvalidArgumentError and ServerError.
     """
-
-    stub_class = generation_service_pb2_grpc.GenerationServiceStub
 
     async def pause(
         self, mode: PauseMode = PauseMode.ABORT, *, role: str = STUDENT, timeout_seconds: float = CALL_SECONDS
@@ -38,13 +36,13 @@ class GenerationClient(ServiceClient[generation_service_pb2_grpc.GenerationServi
         FailedPreconditionError also when it is paused in another mode.
         """
         request = wire.encode_pause_request(role, mode)
-        reply = await self._call(lambda stub: stub.PauseGeneration, request, timeout_seconds)
+        reply = await self._connection.call(lambda: self._stub.PauseGeneration, request, timeout_seconds)
         return wire.decode_state(reply.state)
 
     async def resume(self, *, role: str = STUDENT, timeout_seconds: float = CALL_SECONDS) -> GenerationState:
         """Lets the engine go on, and what was held begin."""
         request = service.ContinueGenerationRequest(role=role)
-        reply = await self._call(lambda stub: stub.ContinueGeneration, request, timeout_seconds)
+        reply = await self._connection.call(lambda: self._stub.ContinueGeneration, request, timeout_seconds)
         return wire.decode_state(reply.state)
 
     async def update_weights(
@@ -55,14 +53,14 @@ class GenerationClient(ServiceClient[generation_service_pb2_grpc.GenerationServi
         Raises EngineRejectedError, with the engine's reason, when it cannot load them.
         """
         request = wire.encode_update_request(role, WeightUpdate(model_path=model_path, weight_version=weight_version))
-        reply = await self._call(lambda stub: stub.UpdateWeights, request, timeout_seconds)
+        reply = await self._connection.call(lambda: self._stub.UpdateWeights, request, timeout_seconds)
         return wire.decode_state(reply.state)
 
     async def states(self) -> dict[str, GenerationState]:
         """How generation stands in every role. The server asks the engines for that: whoever changes weights without
         this client calls it afterwards, so that the change is noticed before anything is generated.
         """
-        reply = await self._call(lambda stub: stub.GetGenerationState, service.GetGenerationStateRequest())
+        reply = await self._connection.call(lambda: self._stub.GetGenerationState, service.GetGenerationStateRequest())
         return {state.role: wire.decode_state(state) for state in reply.states}
 
     @asynccontextmanager
@@ -83,3 +81,7 @@ class GenerationClient(ServiceClient[generation_service_pb2_grpc.GenerationServi
             yield state
         finally:
             await self.resume(role=role)
+
+    @property
+    def _stub(self) -> GenerationServiceStub:
+        return self._connection.stub(GenerationServiceStub)

@@ -11,9 +11,9 @@ import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from py_scheduler._generated.rollout_scheduler.v1 import placement_service_pb2_grpc
-from py_scheduler.client._base import CALL_SECONDS, ServiceClient
-from py_scheduler.client._held_lease import GIVE_UP_SECONDS, HeldLease
+from py_scheduler._generated.rollout_scheduler.v1.placement_service_pb2_grpc import PlacementServiceStub
+from py_scheduler.client.connection import CALL_SECONDS, ServiceClient
+from py_scheduler.client.held_lease import GIVE_UP_SECONDS, HeldLease
 from py_scheduler.domain.leases import (
     AcquireRequest,
     LeaseState,
@@ -41,13 +41,11 @@ class Ask(Protocol):
     async def __call__(self, *, wait: bool, seconds: float) -> LeaseView: ...
 
 
-class PlacementClient(ServiceClient[placement_service_pb2_grpc.PlacementServiceStub]):
+class PlacementClient(ServiceClient):
     """Leases room of a server's pool. Takes what SchedulerClient takes.
 
     Every method raises FailedPreconditionError when the server has no pool, InvalidArgumentError and ServerError.
     """
-
-    stub_class = placement_service_pb2_grpc.PlacementServiceStub
 
     async def acquire(  # noqa: PLR0913 -- what a lease is, and how to ask for it
         self,
@@ -79,7 +77,9 @@ class PlacementClient(ServiceClient[placement_service_pb2_grpc.PlacementServiceS
             namespace=namespace or self._namespace,
             wait=wait,
         )
-        reply = await self._call(lambda stub: stub.AcquireLease, wire.encode_acquire_request(request), timeout_seconds)
+        reply = await self._connection.call(
+            lambda: self._stub.AcquireLease, wire.encode_acquire_request(request), timeout_seconds
+        )
         return wire.decode_lease(reply)
 
     async def renew(
@@ -89,7 +89,9 @@ class PlacementClient(ServiceClient[placement_service_pb2_grpc.PlacementServiceS
         request = RenewRequest(
             lease_id=lease.lease_id, fencing_token=lease.fencing_token, namespace=namespace or self._namespace
         )
-        reply = await self._call(lambda stub: stub.RenewLease, wire.encode_renew_request(request), timeout_seconds)
+        reply = await self._connection.call(
+            lambda: self._stub.RenewLease, wire.encode_renew_request(request), timeout_seconds
+        )
         return float(reply.expires_in_seconds)
 
     async def release(
@@ -111,12 +113,14 @@ class PlacementClient(ServiceClient[placement_service_pb2_grpc.PlacementServiceS
             token_nos=token_nos,
             namespace=namespace or self._namespace,
         )
-        reply = await self._call(lambda stub: stub.ReleaseLease, wire.encode_release_request(request), timeout_seconds)
+        reply = await self._connection.call(
+            lambda: self._stub.ReleaseLease, wire.encode_release_request(request), timeout_seconds
+        )
         return wire.decode_release_reply(reply)
 
     async def capacity(self, per_sample: Resource) -> CapacityView:
         """How many tokens of this demand the pool holds when empty and now, and its nodes."""
-        reply = await self._call(lambda stub: stub.GetCapacity, wire.encode_capacity_request(per_sample))
+        reply = await self._connection.call(lambda: self._stub.GetCapacity, wire.encode_capacity_request(per_sample))
         return wire.decode_capacity(reply)
 
     async def explain(
@@ -124,7 +128,7 @@ class PlacementClient(ServiceClient[placement_service_pb2_grpc.PlacementServiceS
     ) -> PlacementView:
         """What each node is short of for this demand. Raises UnplaceableError when the budget holds no sample."""
         demand = PlacementDemand(per_sample=per_sample, max_tokens=max_tokens, budget=budget)
-        reply = await self._call(lambda stub: stub.ExplainPlacement, wire.encode_explain_request(demand))
+        reply = await self._connection.call(lambda: self._stub.ExplainPlacement, wire.encode_explain_request(demand))
         return wire.decode_placement(reply)
 
     @asynccontextmanager
@@ -169,6 +173,10 @@ class PlacementClient(ServiceClient[placement_service_pb2_grpc.PlacementServiceS
         held = HeldLease(self, view, ttl_seconds, asked_at)
         async with held.kept(cancel_on_loss=cancel_on_loss):
             yield held
+
+    @property
+    def _stub(self) -> PlacementServiceStub:
+        return self._connection.stub(PlacementServiceStub)
 
     async def _give_up(self, ask: Ask) -> None:
         try:

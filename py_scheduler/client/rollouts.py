@@ -12,11 +12,13 @@ awaited by whatever ends it.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from py_scheduler.client.connection import CALL_SECONDS
 from py_scheduler.domain.events import AttemptEnded, TaskDone
-from py_scheduler.domain.requests import EventKind
+from py_scheduler.domain.requests import AbortRequest, EventFilter, EventKind, SubmissionSelector
 from py_scheduler.domain.results import SampleDone
 from py_scheduler.errors import FailedPreconditionError
 
@@ -24,44 +26,69 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
-    from py_scheduler.client._aio import SchedulerClient
+    from py_scheduler.client.submissions import Submissions
     from py_scheduler.domain.requests import WatchedFrame
     from py_scheduler.wire.submissions import SubmitChunk
 
 RolloutEvent = SampleDone | TaskDone
+"""What a rollout yields: `SampleDone` for each sample that ended, `TaskDone` for each task."""
 
-_KINDS = (EventKind.ATTEMPT_ENDED, EventKind.TASK_DONE)
+_KINDS = frozenset({EventKind.ATTEMPT_ENDED, EventKind.TASK_DONE})
 
 
-async def follow_rollout(
-    client: SchedulerClient, chunks: Iterator[SubmitChunk], namespace: str | None, *, abort_on_exit: bool
-) -> AsyncGenerator[list[RolloutEvent], None]:
-    """Lists of events in the order they happened. See `SchedulerClient.rollout`."""
-    rollout = OpenRollout(client, chunks, namespace, abort_on_exit=abort_on_exit)
-    try:
-        first = await rollout.first_reply()
-        frames = client.watch(submission_id=first.submission_id, kinds=_KINDS, cursor=first.cursor, namespace=namespace)
-        async with aclosing(frames), aclosing(_until_done(frames, rollout.submitting, rollout.tasks)) as batches:
+class Rollouts:
+    """The rollouts of one client, and which of them are under way."""
+
+    def __init__(self, submissions: Submissions) -> None:
+        self._submissions = submissions
+        self._open: set[_OpenRollout] = set()
+
+    async def events(
+        self, chunks: Iterator[SubmitChunk], namespace: str, *, abort_on_exit: bool
+    ) -> AsyncGenerator[RolloutEvent, None]:
+        """See `SchedulerClient.rollout`."""
+        async with aclosing(self.batches(chunks, namespace, abort_on_exit=abort_on_exit)) as batches:
             async for batch in batches:
-                yield batch
-    finally:
-        await rollout.leave()
+                for event in batch:
+                    yield event
+
+    async def batches(
+        self, chunks: Iterator[SubmitChunk], namespace: str, *, abort_on_exit: bool
+    ) -> AsyncGenerator[list[RolloutEvent], None]:
+        """Lists of events in the order they happened. See `SchedulerClient.rollout_batches`."""
+        rollout = _OpenRollout(self._submissions, chunks, namespace, abort_on_exit=abort_on_exit)
+        self._open.add(rollout)
+        try:
+            first = await rollout.first_reply()
+            event_filter = EventFilter(submission_id=first.submission_id, kinds=_KINDS, namespace=namespace)
+            frames = self._submissions.watch(event_filter, first.cursor)
+            async with aclosing(frames), aclosing(_until_done(frames, rollout.submitting, rollout.tasks)) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self._open.discard(rollout)
+            await rollout.leave()
+
+    async def leave(self) -> None:
+        """Leaves what is under way, as its reader would: the client is closed."""
+        for rollout in tuple(self._open):
+            self._open.discard(rollout)
+            await rollout.leave()
 
 
-class OpenRollout:
+class _OpenRollout:
     """Hands in the chunks, one after the other, and knows how to leave what it handed in."""
 
     def __init__(
-        self, client: SchedulerClient, chunks: Iterator[SubmitChunk], namespace: str | None, *, abort_on_exit: bool
+        self, submissions: Submissions, chunks: Iterator[SubmitChunk], namespace: str, *, abort_on_exit: bool
     ) -> None:
         self.tasks = _Tasks()
-        self._client = client
+        self._submissions = submissions
         self._namespace = namespace
         self._abort_on_exit = abort_on_exit
         self._is_left = False
         self._first: asyncio.Future[service.SubmitTasksResponse] = asyncio.get_running_loop().create_future()
         self.submitting = asyncio.create_task(self._submit(chunks))
-        client.open_rollouts.add(self)
 
     async def first_reply(self) -> service.SubmitTasksResponse:
         """Raises what the first call raised."""
@@ -72,7 +99,7 @@ class OpenRollout:
 
     async def _submit(self, chunks: Iterator[SubmitChunk]) -> None:
         for chunk in chunks:
-            reply = await self._client.submit_chunk(chunk)
+            reply = await self._submissions.submit_chunk(chunk)
             self.tasks.accept(reply)
             if not self._first.done():
                 self._first.set_result(reply)
@@ -80,11 +107,10 @@ class OpenRollout:
                 return
 
     async def leave(self) -> None:
-        """Ends the handing-in and, if that is wanted, what was handed in and is not done."""
+        """Stops handing in and, with `abort_on_exit`, stops the tasks that were handed in and are not done."""
         if self._is_left:
             return
         self._is_left = True
-        self._client.open_rollouts.discard(self)
         if not self._abort_on_exit:
             self.submitting.cancel()
         try:
@@ -94,13 +120,14 @@ class OpenRollout:
         if not self.submitting.cancelled():
             self.submitting.exception()  # whoever reads the rollout has been told
         if self._abort_on_exit and not self.tasks.are_done:
-            await self._client.abort(
-                submission_id=self.tasks.submission_id,
-                namespace=self._namespace,
-                task_ids=self.tasks.open,
+            abort = AbortRequest(
+                selector=SubmissionSelector(submission_id=self.tasks.submission_id, namespace=self._namespace),
+                request_id=uuid.uuid4().hex,
+                task_ids=tuple(self.tasks.open),
                 reason="its client left",
                 wait=False,
             )
+            await self._submissions.abort(abort, CALL_SECONDS)
 
 
 async def _until_done(

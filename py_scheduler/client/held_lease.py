@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from py_scheduler.errors import LeaseError, SchedulerError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from py_scheduler.client._placement import PlacementClient
-    from py_scheduler.domain.leases import LeaseToken, LeaseView
+    from py_scheduler.domain.leases import LeaseToken, LeaseView, ReleaseReply
 
 GIVE_UP_SECONDS = 5.0
 """How long giving back may take at the end: after that the ttl does it."""
 _RENEWALS_PER_TTL = 3
 _RETRIES_PER_TTL = 10
+
+
+class LeaseCalls(Protocol):
+    """The calls that hold a lease and give it back: those of `PlacementClient`."""
+
+    async def renew(self, lease: LeaseView) -> float: ...
+
+    async def release(self, lease: LeaseView, *token_nos: int) -> ReleaseReply: ...
 
 
 class HeldLease:
@@ -31,11 +38,11 @@ class HeldLease:
     lost: set when the lease is lost; `loss` then says why.
     """
 
-    def __init__(self, client: PlacementClient, view: LeaseView, ttl_seconds: float, asked_at: float) -> None:
+    def __init__(self, calls: LeaseCalls, view: LeaseView, ttl_seconds: float, asked_at: float) -> None:
         """`asked_at`: the loop's time when the call was made that brought the lease."""
         self.lost = asyncio.Event()
         self.loss: LeaseError | None = None
-        self._client = client
+        self._calls = calls
         self._view = view
         self._ttl_seconds = ttl_seconds
         self._renew_at = asked_at + ttl_seconds / _RENEWALS_PER_TTL
@@ -65,7 +72,7 @@ class HeldLease:
         """Gives back some tokens before the block ends. Raises LeaseError."""
         self.check()
         if tokens:
-            await self._client.release(self._view, *[token.token_no for token in tokens])
+            await self._calls.release(self._view, *[token.token_no for token in tokens])
         for token in tokens:
             self._tokens.pop(token.token_no, None)
 
@@ -110,7 +117,7 @@ class HeldLease:
         sent_at = loop.time()
         try:
             async with asyncio.timeout_at(self._valid_until):
-                await self._client.renew(self._view)
+                await self._calls.renew(self._view)
         except LeaseError as error:
             self.loss = error
         except (SchedulerError, TimeoutError) as error:
@@ -129,7 +136,7 @@ class HeldLease:
             return
         try:
             async with asyncio.timeout(GIVE_UP_SECONDS):
-                await self._client.release(self._view)
+                await self._calls.release(self._view)
         except LeaseError as error:
             self.loss = error
             self.lost.set()
