@@ -5,6 +5,7 @@ Each check yields FieldViolation with the field's path below the value that was 
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.generation import SamplingParams, StoppingCriteria, WeightUpdate
-    from py_scheduler.domain.task import TaskConfig
+    from py_scheduler.domain.requests import SubmitRequest
+    from py_scheduler.domain.task import Task, TaskConfig
     from py_scheduler.domain.training.iteration import IterationContext
 
 MAX_NAME_LENGTH = 512
@@ -229,3 +231,46 @@ def check_task_config(config: TaskConfig) -> Iterator[FieldViolation]:
         yield FieldViolation(f"sampling.{violation.field}", violation.description)
     for violation in check_stopping(config.stopping):
         yield FieldViolation(f"stopping.{violation.field}", violation.description)
+
+
+def check_submit(request: SubmitRequest) -> None:
+    """Raises InvalidArgumentError that names every fault of the values, at most MAX_VIOLATIONS of them."""
+    violations = list(itertools.islice(_submit_violations(request), MAX_VIOLATIONS))
+    if violations:
+        raise InvalidArgumentError(violations)
+
+
+def _submit_violations(request: SubmitRequest) -> Iterator[FieldViolation]:
+    for field, value in (("request_id", request.request_id), ("namespace", request.key.namespace)):
+        if fault := name_fault(value):
+            yield FieldViolation(field, fault)
+    yield from _below("batch_id", check_batch_id(request.key.batch_id))
+    if request.iteration is not None:
+        yield from _below("iteration", check_iteration(request.iteration))
+    if not request.tasks:
+        yield FieldViolation("tasks", "is empty: send at least one task")
+    yield from check_sample_count(request.tasks)
+    right_configs: set[int] = set()
+    for number, task in enumerate(request.tasks):
+        path = f"tasks[{number}]"
+        if id(task.config) not in right_configs:
+            faults = list(check_task_config(task.config))
+            if not faults:
+                right_configs.add(id(task.config))
+            yield from _below(f"{path}.config", faults)
+        if task.client_key and (fault := name_fault(task.client_key)):
+            yield FieldViolation(f"{path}.client_key", fault)
+        if task.metadata:
+            yield from _below(path, check_dataset_config(task.metadata, task.config.dataset))
+
+
+def check_sample_count(tasks: Sequence[Task]) -> Iterator[FieldViolation]:
+    """How many samples the tasks of one call plan: 8 000 tasks of 64 samples are 512 000, too many for one."""
+    samples = sum([task.config.repeat_times for task in tasks])
+    if samples > MAX_SAMPLES_PER_CALL:
+        yield FieldViolation("tasks", f"plan {samples} samples, at most {MAX_SAMPLES_PER_CALL} in one call: split them")
+
+
+def _below(path: str, violations: Iterable[FieldViolation]) -> Iterator[FieldViolation]:
+    for violation in violations:
+        yield FieldViolation(f"{path}.{violation.field}", violation.description)

@@ -31,17 +31,18 @@ class Delivery(StrEnum):
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Tasks to take in, all or none. The same request_id with the same content runs once, however often it is sent.
-
-    iteration: what the training loop says about the step; each episode of these tasks sees it.
-    delivery: how their results reach the trainer.
-    """
+    """Tasks to take in, all or none. The same request_id with the same content runs once, however often it is sent."""
 
     request_id: str
     key: SubmissionKey
     tasks: tuple[Task, ...]
     iteration: IterationContext | None = None
+    """What the training loop says about the step; each episode of these tasks sees it."""
     delivery: Delivery = Delivery.WATCH
+    """How their results reach the trainer."""
+    is_checked: bool = False
+    """Whether its values were judged by `limits` when it was read from a message. What is made in process was not, and
+    is judged when it is handed in: 100 000 tasks are looked through once either way."""
 
 
 class SubmitReply(msgspec.Struct, frozen=True, kw_only=True):

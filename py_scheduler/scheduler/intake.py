@@ -13,17 +13,9 @@ import msgspec
 
 from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.domain.events import AttemptRef
-from py_scheduler.domain.limits import (
-    MAX_SAMPLES_PER_CALL,
-    MAX_VIOLATIONS,
-    check_batch_id,
-    check_dataset_config,
-    check_iteration,
-    check_task_config,
-    name_fault,
-)
+from py_scheduler.domain.limits import check_submit
 from py_scheduler.domain.results import AttemptState
-from py_scheduler.errors import FieldViolation, InvalidArgumentError, ResourceExhaustedError, SchedulerError
+from py_scheduler.errors import InvalidArgumentError, ResourceExhaustedError, SchedulerError
 from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.placement import check_deadlock, short_words
 
@@ -84,7 +76,8 @@ class Intake:
         """`batches` takes the place of the strategy's. Raises InvalidArgumentError with every fault of the request,
         UnplaceableError when a batch could never be admitted.
         """
-        check_request(request)
+        if not request.is_checked:
+            check_submit(request)
         plan = self.batch(request.tasks, batches)
         self._guard(plan.batches)
         return plan
@@ -224,32 +217,6 @@ def waiting_attempts(
             yield spec, attempts
 
 
-def check_request(request: SubmitRequest) -> None:
-    """Raises InvalidArgumentError that names every fault found, at most MAX_VIOLATIONS of them."""
-    violations = []
-    for field, value in (("request_id", request.request_id), ("namespace", request.key.namespace)):
-        if fault := name_fault(value):
-            violations.append(FieldViolation(field, fault))
-    batch_id_faults = check_batch_id(request.key.batch_id)
-    violations += [FieldViolation(f"batch_id.{fault.field}", fault.description) for fault in batch_id_faults]
-    if request.iteration is not None:
-        iteration_faults = check_iteration(request.iteration)
-        violations += [FieldViolation(f"iteration.{fault.field}", fault.description) for fault in iteration_faults]
-    if not request.tasks:
-        violations.append(FieldViolation("tasks", "is empty: send at least one task"))
-    samples = sum([task.config.repeat_times for task in request.tasks])
-    if samples > MAX_SAMPLES_PER_CALL:
-        violations.append(
-            FieldViolation("tasks", f"plan {samples} samples, at most {MAX_SAMPLES_PER_CALL} in one call: split them")
-        )
-    for violation in _task_violations(request.tasks):
-        violations.append(violation)
-        if len(violations) >= MAX_VIOLATIONS:
-            break
-    if violations:
-        raise InvalidArgumentError(violations)
-
-
 def request_digest(request: SubmitRequest) -> bytes:
     """What the same request has in common with itself when it is sent again.
 
@@ -278,22 +245,6 @@ def discard_digest(selector: SubmissionSelector) -> bytes:
 
 def _named(selector: SubmissionSelector) -> tuple[str, BatchId | None]:
     return selector.submission_id, selector.batch_id
-
-
-def _task_violations(tasks: Sequence[Task]) -> Iterator[FieldViolation]:
-    right_configs: set[int] = set()
-    for number, task in enumerate(tasks):
-        if id(task.config) not in right_configs:
-            faults = list(check_task_config(task.config))
-            if not faults:
-                right_configs.add(id(task.config))
-            for fault in faults:
-                yield FieldViolation(f"tasks[{number}].config.{fault.field}", fault.description)
-        if task.client_key and (fault_text := name_fault(task.client_key)):
-            yield FieldViolation(f"tasks[{number}].client_key", fault_text)
-        if task.metadata:
-            for fault in check_dataset_config(task.metadata, task.config.dataset):
-                yield FieldViolation(f"tasks[{number}].{fault.field}", fault.description)
 
 
 def _check_batches(batches: Sequence[Batch], tasks: Sequence[Task]) -> None:

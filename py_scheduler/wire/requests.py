@@ -10,7 +10,7 @@ from itertools import islice
 
 from py_scheduler._generated.rollout_scheduler.v1 import collecting_pb2, resource_pb2
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
-from py_scheduler.domain.limits import MAX_TASKS_PER_ABORT, MAX_WAITING_SHOWN, name_fault
+from py_scheduler.domain.limits import MAX_TASKS_PER_ABORT, MAX_WAITING_SHOWN, check_sample_count, name_fault
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
@@ -64,12 +64,16 @@ def decode_submit_request(message: service.SubmitTasksRequest, max_tasks: int) -
     except InvalidArgumentError as error:
         faults.add_all("", error.violations)
     faults.check()
+    # Only now: of a number of repeats that is wrong by itself nobody needs to hear the sum.
+    faults.add_all("", check_sample_count(tasks))
+    faults.check()
     return SubmitRequest(
         request_id=message.request_id,
         key=key,
         tasks=tasks,
         iteration=iteration,
         delivery=delivery or Delivery.WATCH,
+        is_checked=True,
     )
 
 

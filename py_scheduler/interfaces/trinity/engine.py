@@ -20,13 +20,13 @@ from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.domain.collecting import CollectReply, CollectRequest
 from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
+from py_scheduler.domain.limits import check_submit
 from py_scheduler.domain.requests import Delivery, SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import SchedulerError
 from py_scheduler.execution.held_open import HeldOpen
 from py_scheduler.interfaces.trinity.runners.pool import RUN_ID_BASE, TrinityRunnerPool, slot_on
 from py_scheduler.scheduler.engine import Engine
-from py_scheduler.scheduler.intake import check_request
 from py_scheduler.scheduler.ledger.dynamic_timeout import DynamicTimeoutSettings
 from py_scheduler.scheduler.settings import EngineSettings
 
@@ -130,7 +130,7 @@ class TrinityEngine:
         """What would be refused whenever it came."""
         request = self.request(SubmissionKey(batch_id), self._configured(wrappers))
         try:
-            check_request(request)
+            check_submit(request)
         finally:
             self._forget(request)
 

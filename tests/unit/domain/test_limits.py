@@ -9,11 +9,10 @@ import pytest
 
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
-from py_scheduler.domain.limits import MAX_VIOLATIONS, check_batch_id
+from py_scheduler.domain.limits import MAX_SAMPLES_PER_CALL, MAX_VIOLATIONS, check_batch_id, check_submit
 from py_scheduler.domain.requests import SubmitRequest
 from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
-from py_scheduler.scheduler.intake import check_request
 from py_scheduler.wire.requests import decode_submit_request
 
 CONFIG = TaskConfig(task_type="a", dataset="math")
@@ -22,7 +21,7 @@ CONFIG = TaskConfig(task_type="a", dataset="math")
 def told_in_process(batch_id: Any, metadata: dict[str, Any], count: int = 1) -> tuple[FieldViolation, ...]:
     tasks = tuple(Task(config=CONFIG, metadata=metadata) for _ in range(count))
     with pytest.raises(InvalidArgumentError) as caught:
-        check_request(SubmitRequest(request_id="r", key=SubmissionKey(batch_id), tasks=tasks))
+        check_submit(SubmitRequest(request_id="r", key=SubmissionKey(batch_id), tasks=tasks))
     return caught.value.violations
 
 
@@ -79,3 +78,35 @@ def test_batch_ids_that_are_right(batch_id: int | str) -> None:
 
 def test_faults_in_process_are_bounded_too() -> None:
     assert len(told_in_process(1, {"_dataset_cfg": 7}, count=100)) == MAX_VIOLATIONS
+
+
+def test_too_many_samples_in_one_call_are_told_the_same_on_both_sides() -> None:
+    """Each task is right by itself: it is their sum that is too much for one call."""
+    repeats = 50_000
+    count = MAX_SAMPLES_PER_CALL // repeats + 1
+    config = TaskConfig(task_type="a", repeat_times=repeats)
+    request = SubmitRequest(request_id="r", key=SubmissionKey(1), tasks=(Task(config=config),) * count)
+    with pytest.raises(InvalidArgumentError) as in_process:
+        check_submit(request)
+    message = service.SubmitTasksRequest(
+        request_id="r",
+        batch_id=task_pb2.BatchId(step=1),
+        default_config=task_pb2.TaskConfig(task_type="a", repeat_times=repeats),
+        tasks=[task_pb2.Task()] * count,
+    )
+    with pytest.raises(InvalidArgumentError) as at_the_door:
+        decode_submit_request(message, count)
+    assert at_the_door.value.violations == in_process.value.violations
+    assert [violation.field for violation in at_the_door.value.violations] == ["tasks"]
+
+
+def test_what_was_read_from_a_message_is_known_to_be_judged_and_what_was_made_here_is_not() -> None:
+    message = service.SubmitTasksRequest(
+        request_id="r",
+        batch_id=task_pb2.BatchId(step=1),
+        default_config=task_pb2.TaskConfig(task_type="a", dataset="math"),
+        tasks=[task_pb2.Task()],
+    )
+    decoded = decode_submit_request(message, 1)
+    assert decoded.is_checked
+    assert not SubmitRequest(request_id="r", key=SubmissionKey(1), tasks=decoded.tasks).is_checked
