@@ -46,6 +46,8 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _REFUSALS = (UnauthenticatedError, PermissionDeniedError, ResourceExhaustedError)
 """What the audit log hears of: who was kept out, and who was held to a limit."""
 _RETRY_AFTER_SECONDS = 1.0
+_ANSWER_MARGIN_SECONDS = 0.25
+"""How long before its deadline a waiting call is answered, so that the answer arrives in time."""
 _MAX_STREAMS_FOR_ALL = 1_000
 """Watches of the server's health."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
@@ -232,6 +234,12 @@ def _refusing(error: SchedulerError, method: str) -> Handler:
 def caller() -> Caller:
     """Whose call this is; for servicers."""
     return _CALLER.get()
+
+
+def time_to_answer(context: Any) -> float | None:
+    """Seconds a call may wait so that its answer arrives in time; None without a deadline."""
+    remaining: float | None = context.time_remaining()
+    return None if remaining is None else max(0.0, remaining - min(_ANSWER_MARGIN_SECONDS, remaining / 4))
 
 
 def _parser(handler: Handler) -> Callable[[bytes], Any]:

@@ -1,7 +1,7 @@
 """Submissions that are to run only while a client watches them (cancel_on_disconnect).
 
-Invariant: a submission is aborted when the last stream that tethers it was broken off by its client, and no other was
-opened within the grace; never because the server ends.
+Invariant: a submission is aborted when its client breaks off the last stream that guards it and opens no other within
+the grace; it is never aborted because the server ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from py_scheduler.errors import SchedulerError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from py_scheduler.api.servicers.engine_port import EnginePort
+    from py_scheduler.api.ports import EnginePort
     from py_scheduler.domain.requests import EventFilter
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,11 @@ _Key = tuple[str, str]
 
 
 class DisconnectGuard:
-    """grace_seconds: how long a client that was cut off has to come back."""
+    """Aborts a guarded submission when its client is gone.
+
+    grace_seconds: how long a client that was cut off has to come back. With 10: a client that watches again after 9 s
+    keeps its submission.
+    """
 
     def __init__(self, engine: EnginePort, grace_seconds: float) -> None:
         self._engine = engine
@@ -38,8 +42,8 @@ class DisconnectGuard:
         self._is_closed = False
 
     @contextmanager
-    def held(self, event_filter: EventFilter) -> Iterator[None]:
-        """For the time of one stream. Leaving it with an exception is the client's leaving."""
+    def watched(self, event_filter: EventFilter) -> Iterator[None]:
+        """Guards a submission for the time of one stream. An exception in the block means that the client has gone."""
         key = event_filter.namespace, event_filter.submission_id
         self._streams[key] += 1
         if key in self._timers:
@@ -59,7 +63,7 @@ class DisconnectGuard:
     def _abort(self, key: _Key) -> None:
         del self._timers[key]
         task = asyncio.get_running_loop().create_task(
-            self._abort_submission(*key), name="abort of a tethered submission"
+            self._abort_submission(*key), name="abort of a guarded submission"
         )
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)

@@ -34,8 +34,7 @@ from py_scheduler.config import UNIX_PREFIX, is_local
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:
-    from py_scheduler.api.servicers.engine_port import EnginePort
-    from py_scheduler.api.servicers.rollout_port import RolloutPort
+    from py_scheduler.api.ports import EnginePort, RolloutPort
     from py_scheduler.config import ServerSettings
 
 SCHEDULER_SERVICE = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
@@ -82,7 +81,7 @@ class ApiServer:
 
     @property
     def open_streams(self) -> int:
-        return self._servicer.open_streams
+        return self._servicer.watches.open_streams
 
     def bind(self) -> str:
         """Takes the port and returns the address with it. Raises ConfigError when it cannot be had.

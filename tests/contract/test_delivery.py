@@ -194,12 +194,12 @@ async def test_a_submission_ends_with_its_client_if_that_was_asked_for() -> None
     async with SchedulerClient(served.address) as client, asyncio.timeout(20):
         await client.submit(tasks(1), 7)
         await client.submit(tasks(1), 8)
-        tethered = client.watch(submission_id="s-7", cancel_on_disconnect=True)
+        guarded = client.watch(submission_id="s-7", cancel_on_disconnect=True)
         free = client.watch(submission_id="s-8")
-        await anext(tethered)
+        await anext(guarded)
         await anext(free)
         await free.aclose()
-        await tethered.aclose()
+        await guarded.aclose()
         await asyncio.sleep(0)
         await eventually(lambda: served.engine.aborts, pause_seconds=0.01)
     (abort,) = served.engine.aborts
@@ -217,17 +217,17 @@ async def test_a_client_that_comes_back_within_the_grace_keeps_its_submission() 
         await anext(first)
         await first.aclose()
         await engine.until(lambda: engine.open_watches == 0)
-        tethers = served.server._servicer._tethers
-        assert len(tethers._timers) == 1
+        guard = served.server._servicer.watches.guard
+        assert len(guard._timers) == 1
         second = client.watch(submission_id="s-7", cancel_on_disconnect=True)
         await anext(second)
-        assert not tethers._timers
+        assert not guard._timers
     await served.server.stop()
     assert not engine.aborts
-    assert not tethers._timers, "the end of the server is not the client's leaving"
+    assert not guard._timers, "the end of the server is not the client's leaving"
 
 
-async def test_only_a_submission_can_be_tethered(served: Served, client: SchedulerClient) -> None:
+async def test_only_a_submission_can_be_guarded(served: Served, client: SchedulerClient) -> None:
     with pytest.raises(InvalidArgumentError, match="cancel_on_disconnect: needs a filter with a submission_id"):
         await anext(client.watch(cancel_on_disconnect=True))
 

@@ -85,7 +85,7 @@ async def trainer(address: str) -> AsyncIterator[tuple[asyncio.subprocess.Proces
     """A client in a process of its own, and its submissions: one that is to end with it, and one that is not."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.support.servers.tethered_client", address),
+        *("-m", "tests.support.servers.disconnecting_client", address),
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -106,29 +106,29 @@ async def test_what_a_killed_client_has_asked_to_end_with_it_ends_and_nothing_el
         SchedulerClient(f"unix:{tmp_path}/s.sock") as client,
         asyncio.timeout(60),
     ):
-        async with trainer(f"unix:{tmp_path}/s.sock") as (process, (tethered, free)):
-            assert (await client.get_submission(submission_id=tethered)).running_attempts == 1
+        async with trainer(f"unix:{tmp_path}/s.sock") as (process, (guarded, free)):
+            assert (await client.get_submission(submission_id=guarded)).running_attempts == 1
             process.send_signal(signal.SIGKILL)
             await process.wait()
-            (done,) = await read_until_done(client, tethered, 1)
+            (done,) = await read_until_done(client, guarded, 1)
             assert (done.state, "cancel_on_disconnect" in done.reason) == (TaskState.ABORTED, True)
             assert (await client.get_submission(submission_id=free)).running_attempts == 1
         (tmp_path / "gate").touch()
         assert [done.state for done in await read_until_done(client, free, 1)] == [TaskState.SUCCEEDED]
 
 
-async def test_a_tether_ends_with_its_server_and_the_work_goes_on_at_the_next(tmp_path: Path) -> None:
+async def test_a_guard_ends_with_its_server_and_the_work_goes_on_at_the_next(tmp_path: Path) -> None:
     """Although its client died too: only a stream can be seen to break, and what was acknowledged is never lost."""
     config = config_of(tmp_path, "Gated", f'{{ gate = "{tmp_path}/gate" }}', server="disconnect_grace_seconds = 0.2")
     async with SchedulerClient(f"unix:{tmp_path}/s.sock", reconnect_seconds=30.0) as client, asyncio.timeout(60):
-        async with served_process(config) as served, trainer(f"unix:{tmp_path}/s.sock") as (process, (tethered, _)):
+        async with served_process(config) as served, trainer(f"unix:{tmp_path}/s.sock") as (process, (guarded, _)):
             served.process.kill()
             await served.process.wait()
             process.kill()
             await process.wait()
         (tmp_path / "gate").touch()
         async with served_process(config):
-            assert [done.state for done in await read_until_done(client, tethered, 1)] == [TaskState.SUCCEEDED]
+            assert [done.state for done in await read_until_done(client, guarded, 1)] == [TaskState.SUCCEEDED]
 
 
 # Slow

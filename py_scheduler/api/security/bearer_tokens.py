@@ -19,11 +19,11 @@ import logging
 import re
 import stat
 import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.api.security.file_stamp import FileStamp, file_stamp
 from py_scheduler.config import convert_table
 from py_scheduler.domain.limits import name_fault
 from py_scheduler.domain.quotas import Quota
@@ -31,7 +31,6 @@ from py_scheduler.errors import ConfigError, FieldViolation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +39,23 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA256_OF_NOTHING = hashlib.sha256().hexdigest()
 _OTHERS_MAY_WRITE = 0o002
 _FIELD = "server.tokens_file"
+
+
+FileStamp = tuple[int, int, int, int]
+
+
+def file_stamp(path: str | Path) -> FileStamp | None:
+    """Whether a file is still the one that was read, without reading it; None while there is no file.
+
+    It differs from an earlier one after every change of content, permissions or name. The change time is in it,
+    because the modification time stays as it was when somebody gives a file its permissions back, or copies an older
+    file over it with its times.
+    """
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_ctime_ns, found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class Caller(msgspec.Struct, frozen=True):

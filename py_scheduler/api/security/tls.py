@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from py_scheduler.api.security.file_stamp import FileStamp, file_stamp
+from py_scheduler.api.security.bearer_tokens import FileStamp, file_stamp
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from py_scheduler.wire import generation as wire
 if TYPE_CHECKING:
     import grpc.aio
 
-    from py_scheduler.api.servicers.engine_port import EnginePort
+    from py_scheduler.api.ports import EnginePort
 
     Context = grpc.aio.ServicerContext[Any, Any]
 

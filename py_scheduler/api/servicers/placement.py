@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from py_scheduler._generated.rollout_scheduler.v1 import placement_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import placement_service_pb2_grpc
-from py_scheduler.api.servicers.scheduler import time_to_answer
+from py_scheduler.api.boundary import time_to_answer
 from py_scheduler.wire import placement as wire
 
 if TYPE_CHECKING:
     import grpc.aio
 
-    from py_scheduler.api.servicers.engine_port import EnginePort
+    from py_scheduler.api.ports import EnginePort
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PlacementServicer(placement_service_pb2_grpc.PlacementServiceServicer):
-    """Decode, call the step service, encode. Errors travel to the boundary."""
+    """Decode, call the lease manager, encode. Errors travel to the boundary."""
 
     def __init__(self, engine: EnginePort) -> None:
         self._engine = engine

@@ -24,8 +24,7 @@ from py_scheduler.wire.training_samples import encode_group
 if TYPE_CHECKING:
     from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2 as service
     from py_scheduler.api.boundary import OutgoingStream
-    from py_scheduler.api.servicers.engine_port import EnginePort
-    from py_scheduler.api.servicers.rollout_port import RolloutPort
+    from py_scheduler.api.ports import EnginePort, RolloutPort
 
 
 class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):

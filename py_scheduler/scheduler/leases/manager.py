@@ -68,7 +68,7 @@ _SHUTTING_DOWN = "the server is shutting down and grants nothing any more: ask a
 
 
 class LeaseManager:
-    """Leases from outside. Implements `api.servicers.engine_port.PlacementPort`.
+    """Leases from outside. Implements `api.ports.PlacementPort`.
 
     Every method raises FailedPreconditionError when there is no pool.
     """

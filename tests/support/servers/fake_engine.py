@@ -35,7 +35,7 @@ from py_scheduler.scheduler.notifier import Notifier
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from py_scheduler.api.servicers.engine_port import GenerationPort, PlacementPort
+    from py_scheduler.api.ports import GenerationPort, PlacementPort
     from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.runners.runner import RunnerView
@@ -73,7 +73,7 @@ class FakeResults:
 
 
 class FakeEngine:
-    """Implements `api.servicers.engine_port.EnginePort`. `fail_with` is raised by the next calls until it is None
+    """Implements `api.ports.EnginePort`. `fail_with` is raised by the next calls until it is None
     again.
 
     finish_at_once: a submitted task is done before its submit returns.

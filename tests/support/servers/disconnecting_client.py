@@ -1,8 +1,8 @@
 """A client of its own process, to be killed: it submits, watches, says so and reads on.
 
-python -m tests.support.servers.tethered_client ADDRESS
+python -m tests.support.servers.disconnecting_client ADDRESS
 
-Its submission "tethered" is watched with cancel_on_disconnect, "free" without. Once attempts of both run it writes the
+Its submission "guarded" is watched with cancel_on_disconnect, "free" without. Once attempts of both run it writes the
 two submissions' ids in a line.
 """
 
@@ -21,8 +21,8 @@ async def main(address: str) -> None:
     async with SchedulerClient(address) as client, asyncio.TaskGroup() as watches:
         begun = []
 
-        async def watch(submission_id: str, *, is_tethered: bool) -> None:
-            frames = client.watch(submission_id=submission_id, cancel_on_disconnect=is_tethered)
+        async def watch(submission_id: str, *, is_guarded: bool) -> None:
+            frames = client.watch(submission_id=submission_id, cancel_on_disconnect=is_guarded)
             async with aclosing(frames):
                 async for frame in frames:
                     if any(isinstance(record.event, AttemptStarted) for record in frame.records):
@@ -31,9 +31,9 @@ async def main(address: str) -> None:
                             print(*ids, flush=True)
 
         task = Task(config=TaskConfig(task_type="agent"))
-        ids = [(await client.submit([task], name)).submission_id for name in ("tethered", "free")]
+        ids = [(await client.submit([task], name)).submission_id for name in ("guarded", "free")]
         for submission_id in ids:
-            watches.create_task(watch(submission_id, is_tethered=submission_id == ids[0]))
+            watches.create_task(watch(submission_id, is_guarded=submission_id == ids[0]))
 
 
 if __name__ == "__main__":

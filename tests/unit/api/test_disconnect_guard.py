@@ -1,4 +1,4 @@
-"""Tethered submissions when the server ends."""
+"""Guarded submissions when the server ends."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class SlowEngine(FakeEngine):
 
 async def test_what_is_being_aborted_when_the_server_ends_is_let_go_of() -> None:
     engine = SlowEngine()
-    tethers = DisconnectGuard(engine, 0.0)
+    guard = DisconnectGuard(engine, 0.0)
     try:
-        with tethers.held(EventFilter(submission_id="s")):
+        with guard.watched(EventFilter(submission_id="s")):
             raise ConnectionError
     except ConnectionError:
         pass
     await engine.asked.wait()
-    (abort,) = tethers._aborts
-    tethers.close()
+    (abort,) = guard._aborts
+    guard.close()
     await asyncio.wait([abort], timeout=5)
     assert abort.cancelled()
-    assert not tethers._aborts
+    assert not guard._aborts

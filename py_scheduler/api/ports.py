@@ -1,11 +1,11 @@
-"""What the API needs of the engine: `scheduler.engine.Engine`, or a stand-in for it."""
+"""What the API needs: an engine (`scheduler.engine.Engine`) and whoever executes steps (`interfaces.step_service`)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from py_scheduler.domain.collecting import CollectReply, CollectRequest
     from py_scheduler.domain.explanations import TaskExplanation
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     )
     from py_scheduler.domain.resources import Resource
     from py_scheduler.domain.runners.runner import RunnerView
+    from py_scheduler.domain.training.samples import TrainingSample
+    from py_scheduler.domain.training.steps import StepReport, StepRequest
 
 
 class PlacementPort(Protocol):
@@ -74,6 +76,8 @@ class ResultsPort(Protocol):
 
 
 class EnginePort(Protocol):
+    """The scheduler's engine."""
+
     @property
     def store_epoch(self) -> bytes: ...
 
@@ -118,3 +122,13 @@ class EnginePort(Protocol):
     def watch(self, event_filter: EventFilter, after_sequence: int | None) -> AsyncIterator[EventFrame]: ...
 
     async def server_info(self, version: str) -> ServerInfo: ...
+
+
+class RolloutPort(Protocol):
+    """Whole steps, for whoever follows them."""
+
+    def follow(
+        self, request: StepRequest, after_sequence: int | None
+    ) -> AsyncGenerator[EventFrame | StepReport, None]: ...
+
+    def saved_groups(self, rollout_id: int) -> AsyncGenerator[list[TrainingSample], None]: ...
