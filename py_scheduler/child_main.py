@@ -52,8 +52,8 @@ from py_scheduler.domain.values.plain import details_json, safe_text
 from py_scheduler.errors import ConfigError
 from py_scheduler.execution.outcomes import classify_abort, describe
 from py_scheduler.execution.run_sample import checked_result, checked_reward, checked_rewards
-from py_scheduler.handler_parts import HANDLER_PARTS
-from py_scheduler.handlers import make_handler
+from py_scheduler.handlers.loading import make_handler
+from py_scheduler.handlers.parts import HANDLER_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping

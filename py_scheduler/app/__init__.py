@@ -19,7 +19,7 @@ from py_scheduler.app.building import (
     cluster_nodes,
 )
 from py_scheduler.app.serving import in_process, open_front, run, running, serve, start_engines, stop_limit_seconds
-from py_scheduler.handler_parts import make_sandbox
+from py_scheduler.handlers.parts import make_sandbox
 
 __all__ = [
     "Parts",

@@ -27,8 +27,8 @@ from py_scheduler.errors import (
     FieldViolation,
     UnplaceableError,
 )
-from py_scheduler.handler_parts import HANDLER_PARTS
-from py_scheduler.handlers import handler_elsewhere, load_factory, load_strategy, make_handler
+from py_scheduler.handlers.loading import handler_elsewhere, load_factory, load_strategy, make_handler
+from py_scheduler.handlers.parts import HANDLER_PARTS
 from py_scheduler.interfaces.step_service import StepService
 from py_scheduler.interfaces.task_scheduler import STEP_EVENTS, TaskScheduler
 from py_scheduler.placement import PlacementPool, load_cluster_layout, tokens_in_budget

@@ -1,7 +1,10 @@
-"""The journal of a server, and what `py-scheduler journal` does to one that no server uses."""
+"""The journal of a server: where it lies, what it keeps, what `py-scheduler journal` does to one without a server."""
 
 from __future__ import annotations
 
+import os
+import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,12 +20,40 @@ from py_scheduler.scheduler.restore import complete_from, fold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from py_scheduler.config import Config
     from py_scheduler.domain.events import EventRecord
 
-__all__ = ["Compacted", "Examination", "Lost", "Recovery", "compact", "examine", "export", "file_journal", "recover"]
+__all__ = [
+    "Compacted",
+    "Examination",
+    "Lost",
+    "Recovery",
+    "compact",
+    "default_state_dir",
+    "examine",
+    "export",
+    "file_journal",
+    "recover",
+    "state_dir_of",
+]
+
+
+def state_dir_of(config: Config, config_file: Path) -> Path | None:
+    """The folder of the journal; None when there is to be none."""
+    if not config.journal.enabled:
+        return None
+    located = config.located(config_file.resolve().parent).journal.state_dir
+    return Path(located) if located else default_state_dir(config_file)
+
+
+def default_state_dir(config_file: Path) -> Path:
+    """One for each configuration file, so that servers of different ones never meet, and each finds its own again."""
+    home = os.environ.get("XDG_STATE_HOME")
+    # The rule of XDG: what is not absolute counts as not set.
+    root = Path(home) if home and Path(home).is_absolute() else Path.home() / ".local" / "state"
+    place = config_file.resolve()
+    return root / "py-scheduler" / f"{place.stem}-{zlib.crc32(os.fsencode(place)):08x}"
 
 
 def file_journal(config: Config, state_dir: Path) -> SqliteJournal:

@@ -19,10 +19,10 @@ import msgspec
 
 from py_scheduler.app.backends import base_role
 from py_scheduler.app.building import build
+from py_scheduler.app.journal import state_dir_of
 from py_scheduler.app.loop_watchdog import LoopWatchdog
-from py_scheduler.app.state import state_dir_of
-from py_scheduler.containment import contained_task
 from py_scheduler.errors import ConfigError, EngineUnavailableError, first_of
+from py_scheduler.execution.containment import contained_task
 from py_scheduler.knobs import hand_set_warnings
 from py_scheduler.version import version
 

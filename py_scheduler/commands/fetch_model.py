@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from py_scheduler.adapters.llama_cpp.model_store import fetch_smollm2
-from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.common import standard_console
 
 if TYPE_CHECKING:
     import argparse

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.app import journal
-from py_scheduler.app.state import state_dir_of
-from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.common import standard_console
 from py_scheduler.config import Config, load_config
 from py_scheduler.errors import ConfigError, JournalError
 from py_scheduler.knobs import CONFIG
@@ -49,7 +48,7 @@ def run_journal(verb: str, config_file: Path | None, state_dir: Path | None, con
     config = Config() if config_file is None else load_config(config_file)
     folder = state_dir
     if folder is None and config_file is not None:
-        folder = state_dir_of(config, config_file)
+        folder = journal.state_dir_of(config, config_file)
     if folder is None:
         raise ConfigError("say where the journal lies: --state-dir FOLDER, or --config FILE of a server with one")
     if not folder.is_dir():

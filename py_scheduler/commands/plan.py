@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.app import cluster_nodes
-from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.common import standard_console
 from py_scheduler.commands.views.plan import PlanView, show_plan
 from py_scheduler.config import convert_config
 from py_scheduler.errors import ConfigError, FieldViolation, InvalidArgumentError

@@ -15,7 +15,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.common import standard_console
 from py_scheduler.commands.views.report_data import iteration_name, outcomes_seen, read_report, slowest_samples
 from py_scheduler.commands.views.report_plots import draw_report
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from py_scheduler.commands.connection import add_server, connection_of
-from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.common import add_server, connection_of, standard_console
 from py_scheduler.domain.runners.table import runner_table
 
 if TYPE_CHECKING:

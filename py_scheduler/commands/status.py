@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from py_scheduler.commands.connection import add_server, connection_of
-from py_scheduler.commands.console import standard_console
-from py_scheduler.commands.submissions import SUBMISSION_HELP, selector_of
+from py_scheduler.commands.common import SUBMISSION_HELP, add_server, connection_of, selector_of, standard_console
 
 if TYPE_CHECKING:
     import argparse
 
     from rich.console import Console
 
-    from py_scheduler.commands.connection import Connection
+    from py_scheduler.commands.common import Connection
     from py_scheduler.domain.requests import ServerInfo, SubmissionSelector, SubmissionView
 
 

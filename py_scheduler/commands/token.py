@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.common import standard_console
 from py_scheduler.domain.limits import name_fault
 from py_scheduler.errors import ConfigError
 

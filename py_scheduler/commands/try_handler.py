@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler import app
-from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.common import standard_console
 from py_scheduler.commands.views.try_handler import Trial, show_json, show_trial
 from py_scheduler.config import Config, GatewaySettings, convert_config, load_config
-from py_scheduler.containment import contained_task
 from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.requests import EventFilter, SubmitRequest
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task
 from py_scheduler.errors import ConfigError, InvalidArgumentError
+from py_scheduler.execution.containment import contained_task
 from py_scheduler.knobs import CONFIG, overrides_of
 from py_scheduler.version import version
 

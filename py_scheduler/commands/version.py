@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.common import standard_console
 from py_scheduler.version import version
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from py_scheduler.commands.connection import add_server, connection_of
-from py_scheduler.commands.console import standard_console
+from py_scheduler.commands.common import add_server, connection_of, standard_console
 from py_scheduler.domain.explanations import TaskPhase
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from py_scheduler.commands.connection import Connection
+    from py_scheduler.commands.common import Connection
     from py_scheduler.domain.explanations import TaskExplanation, TaskWait
     from py_scheduler.domain.leases import NodeShortageView
 

@@ -13,7 +13,7 @@ from py_scheduler.adapters.children.process_host import ProcessHost, import_path
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.domain.runners.runner import ANYWHERE, DEFAULT_ENVIRONMENT, HandlerPlan, RunnerSettings
 from py_scheduler.execution.children.runners import ChildRunners
-from py_scheduler.handlers import handler_elsewhere
+from py_scheduler.handlers.loading import handler_elsewhere
 from py_scheduler.rollout.environment import variables
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.agents.child_handlers import TOLD_BYTES

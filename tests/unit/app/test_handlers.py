@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from py_scheduler.errors import ConfigError
-from py_scheduler.handlers import load_factory, load_strategy, make_handler
+from py_scheduler.handlers.loading import load_factory, load_strategy, make_handler
 from tests.support.agents.app_handlers import Echo, last_first, made_rows
 
 if TYPE_CHECKING:

@@ -182,7 +182,7 @@ def test_a_command_loads_nothing_that_only_another_one_needs() -> None:
     code = "import sys; from py_scheduler.cli import main; main(['version']); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     commands = {name for name in loaded.split() if name.startswith("py_scheduler.commands.")}
-    assert commands == {"py_scheduler.commands.version", "py_scheduler.commands.console"}
+    assert commands == {"py_scheduler.commands.common", "py_scheduler.commands.version"}
     assert not {"grpc", "py_scheduler.app", "py_scheduler.client"} & set(loaded.split())
 
 

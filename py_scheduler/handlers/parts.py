@@ -1,6 +1,6 @@
 """What a handler's constructor gets by the name of its parameter, in whichever process it is made.
 
-A module of its own beside the composition roots: a child needs it, and would load a whole server with `app`.
+Not in a composition root, because a child needs it, and would load a whole server with `app`.
 """
 
 from __future__ import annotations

@@ -1,20 +1,34 @@
-"""What a command needs to reach a server."""
+"""What several commands share: where they print, which server they ask, and how they name a submission."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from rich.console import Console
 
-from py_scheduler.client import ClientTls, SchedulerClient
+from py_scheduler.domain.requests import SubmissionSelector
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
 
+    from py_scheduler.client import ClientTls, SchedulerClient
+
+_PIPE_WIDTH = 160
 _DEFAULT_TARGET = "127.0.0.1:50051"
+SUBMISSION_HELP = 'a submission: a step (7), a label ("7/gsm8k"), or the submission_id that the server gave it'
+_SUBMISSION_ID = re.compile(r"s[0-9a-f]{16}")
+
+
+def standard_console() -> Console:
+    """A pipe has no width; what reads it had rather have whole lines."""
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +40,8 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
 
     def client(self, namespace: str) -> SchedulerClient:
         """One that says at once when nobody answers."""
+        from py_scheduler.client import SchedulerClient  # noqa: PLC0415 - gRPC is slow to load, and most commands need none
+
         settings: dict[str, Any] = {"namespace": namespace, "reconnect_seconds": 0.0}
         return SchedulerClient(self.target, token=self.token, tls=self.tls, **settings)
 
@@ -50,6 +66,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 def connection_of(options: argparse.Namespace) -> Connection:
     """The server that those flags name. Raises ConfigError."""
+    from py_scheduler.client import ClientTls  # noqa: PLC0415 - likewise
+
     files = [str(file or "") for file in (options.ca, options.client_certificate, options.client_key)]
     tls = ClientTls(ca=files[0], certificate=files[1], key=files[2]) if any(files) else None
     return Connection(target=options.target, token=_read_token(options.token_file), tls=tls)
@@ -63,3 +81,11 @@ def _read_token(file: Path | None) -> str:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the token in {file}: {error}", "token_file") from error
+
+
+def selector_of(options: argparse.Namespace) -> SubmissionSelector:
+    """What `submission` and `namespace` name."""
+    text, namespace = options.submission, options.namespace
+    if _SUBMISSION_ID.fullmatch(text):
+        return SubmissionSelector(submission_id=text, namespace=namespace)
+    return SubmissionSelector(batch_id=int(text) if text.isdecimal() else text, namespace=namespace)
