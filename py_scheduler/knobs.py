@@ -48,23 +48,23 @@ class Kind(StrEnum):
 
 
 class Knob(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting with the names by which it is turned.
-
-    flag: empty for a variable without one. keys: dotted keys of the file; `[]` stands for every table of a list.
-    excludes: keys that cannot stand beside it; when it is turned on, what the file says under them does not count.
-    default: as the README shows it. is_code_set: published by the rollout for its handlers; nobody sets it by hand.
-    """
+    """One setting with the names by which it is turned."""
 
     flag: str = ""
+    """Empty for a variable without one."""
     variable: str
     keys: tuple[str, ...] = ()
+    """Dotted keys of the file; `[]` stands for every table of a list."""
     kind: Kind = Kind.TEXT
     metavar: str = ""
     help: str
     choices: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
+    """Keys that cannot stand beside it; when it is turned on, what the file says under them does not count."""
     default: str = ""
+    """As the README shows it."""
     is_code_set: bool = False
+    """Published by the rollout for its handlers; nobody sets it by hand."""
 
     @property
     def name(self) -> str:

@@ -36,11 +36,14 @@ MAX_ANSWER_BYTES = 256 << 20
 
 
 class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounded, jittered retries: `attempts` in all; the wait doubles from `base_seconds` up to `max_seconds`."""
+    """Bounded, jittered retries."""
 
     attempts: int = 4
+    """In all, the first included."""
     base_seconds: float = 0.1
+    """The first wait. Each further one is twice as long; of each up to a half is left out at random."""
     max_seconds: float = 5.0
+    """The longest wait."""
 
     def wait_seconds(self, failed_attempts: int) -> float:
         """The wait after that many failures (from 1): between half and the whole of the doubled base."""

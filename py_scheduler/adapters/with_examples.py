@@ -40,14 +40,14 @@ class WorkedExample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class WithExamplesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """base: the role of the engine that answers. examples: a list, or the path of a file with one JSON object a line.
-
-    instruction: a system message in front of the examples; it takes the place of the template's own.
-    """
+    """What the base model is shown before each question."""
 
     base: str
+    """The role of the backend that answers."""
     examples: tuple[WorkedExample, ...] | str = ()
+    """A list, or the path of a file with one JSON object a line."""
     instruction: str = ""
+    """A system message in front of the examples; it takes the place of the template's own."""
 
 
 def load_examples(path: Path, key: str) -> tuple[WorkedExample, ...]:

@@ -23,14 +23,14 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class TlsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `[server.tls]` or `[gateway.tls]` table: PEM files, read again for new connections when they change.
-
-    client_ca: only clients with a certificate that it signed are let in.
-    """
+    """A `[server.tls]` or `[gateway.tls]` table: PEM files, read again for new connections when they change."""
 
     certificate: str = ""
+    """The chain that the server shows; empty: no TLS."""
     key: str = ""
+    """The certificate's private key."""
     client_ca: str = ""
+    """Only clients with a certificate that it signed are let in; empty: no client needs one."""
 
     def located(self, base_dir: Path) -> TlsSettings:
         files = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -42,121 +42,126 @@ class TlsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `[server]` table.
-
-    listen: "host:port" (port 0: any free one) or "unix:/path". A host off loopback needs TLS and tokens, or
-    insecure_remote, with which whoever reaches the port can use the service. tokens_file: the bearer tokens, see
-    `api.security.bearer_tokens`; empty: anybody may call. reflection: whether tools may ask which calls there are; left
-    out: on loopback without tokens. max_streams: open at once; more are refused. stalled_stream_seconds: how long a
-    stream waits for a client that does not read. disconnect_grace_seconds: how long the client of a submission with
-    cancel_on_disconnect has to come back. keepalive_seconds: how long a silent connection is left before it is asked
-    whether it is still there. max_message_bytes: of one message, either way. max_tasks_per_call: of one SubmitTasks.
-    drain_seconds: how long running samples may go on after SIGTERM; what does not end then has stop_grace_seconds more,
-    and the process ends at most 8 seconds after that. event_loop: "auto" takes uvloop when it is installed.
-    loop_blocked_seconds: how long a handler may block the loop before health says NOT_SERVING.
-    """
+    """The `[server]` table."""
 
     listen: str = DEFAULT_LISTEN
+    """Where it listens: "host:port" (port 0: any free one) or "unix:/path". A host off loopback needs TLS and tokens,
+    or insecure_remote."""
     insecure_remote: bool = False
+    """Lets a host off loopback do without; whoever reaches the port can use the service then."""
     tls: TlsSettings = TlsSettings()
     tokens_file: str = ""
+    """The bearer tokens, see `api.security.bearer_tokens`; empty: anybody may call."""
     reflection: bool | None = None
+    """Whether tools may ask which calls there are; left out: on loopback without tokens."""
     max_streams: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+    """Open at once; more are refused."""
     stalled_stream_seconds: Positive = 60.0
+    """How long a stream waits for a client that does not read."""
     disconnect_grace_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    """How long the client of a submission with cancel_on_disconnect has to come back."""
     keepalive_seconds: Annotated[float, msgspec.Meta(ge=0.1)] = 60.0
+    """How long a silent connection is left before it is asked whether it is still there."""
     loop_blocked_seconds: Positive = 5.0
+    """How long a handler may block the loop before health says NOT_SERVING."""
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=(1 << 31) - 1)] = MAX_MESSAGE_BYTES
+    """Of one message, either way."""
     max_tasks_per_call: Annotated[int, msgspec.Meta(ge=1)] = MAX_TASKS_PER_CALL
+    """Of one SubmitTasks."""
     drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 15.0
+    """How long running samples may go on after SIGTERM. What does not end then has scheduler.stop_grace_seconds more,
+    and the process ends at most 8 seconds after that: with 15 and 5, after 28 seconds."""
     event_loop: Literal["auto", "asyncio", "uvloop"] = "auto"
+    """With "auto", uvloop is taken when it is installed."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `[gateway]` table: where episodes can be reached over OpenAI's API; nowhere, when it is left out.
-
-    socket: path of a unix socket, in a folder of mode 0700. listen: "host:port" (port 0: any free one), whose host is
-    also what clients are told. A host off loopback needs TLS, or insecure_remote, with which keys and conversations
-    travel unencrypted.
-    max_body_bytes: of one request.
-    """
+    """The `[gateway]` table: where episodes can be reached over OpenAI's API; nowhere, when it is left out."""
 
     socket: str = ""
+    """Path of a unix socket, in a folder of mode 0700; empty: none."""
     listen: str = ""
+    """Where it listens: "host:port" (port 0: any free one), whose host is also what clients are told; empty: no port. A
+    host off loopback needs TLS, or insecure_remote."""
     insecure_remote: bool = False
+    """Lets keys and conversations travel unencrypted."""
     tls: TlsSettings = TlsSettings()
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 30)] = 8 << 20
+    """Of one request."""
 
 
 class JournalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `[journal]` table: what `serve` writes down to go on from after its end, however it ends.
-
-    enabled: without it nothing survives the process. state_dir: where; empty: a folder of this configuration's own
-    under $XDG_STATE_HOME/py-scheduler. One server at a time uses it.
-    retained_seconds: events older than that go, whoever has read them; left out: only scheduler.retained_events and
-    scheduler.retained_bytes count. What is still to be run is never dropped.
-    checkpoint_bytes: of events, after which their outcome is written down instead, so that a restart is short.
-    ballast_bytes: put aside, and given up on a full disk to make room by dropping what may go; 0: none.
-    """
+    """The `[journal]` table: what `serve` writes down to go on from after its end, however it ends."""
 
     enabled: bool = True
+    """Without it nothing survives the process."""
     state_dir: str = ""
+    """Where it lies, for one server at a time; empty: a folder of this configuration's own under
+    $XDG_STATE_HOME/py-scheduler."""
     retained_seconds: Positive | None = None
+    """Events older than that go, whoever has read them; left out: only scheduler.retained_events and
+    scheduler.retained_bytes count. What is still to be run is never dropped."""
     checkpoint_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 64 << 20
+    """Of events, after which their outcome is written down instead, so that a restart is short."""
     ballast_bytes: Annotated[int, msgspec.Meta(ge=0)] = 16 << 20
+    """Put aside, and given up on a full disk to make room by dropping what may go; 0: none."""
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `[cluster]` table. Without a layout batches are not gated by placement.
-
-    layout: a path to a JSON file, JSON text, or a table of nodes. num_cpus, memory_gb: of nodes that name none.
-    """
+    """The `[cluster]` table. Without a layout batches are not gated by placement."""
 
     layout: str | dict[str, Any] | None = None
+    """A path to a JSON file, JSON text, or a table of nodes."""
     num_cpus: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Cores of nodes that name none."""
     memory_gb: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """GiB of nodes that name none."""
 
 
 class SchedulerSettings(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `[scheduler]` table: the engine's settings, and who makes the batches.
-
-    batching_strategy: "module:function", called with the tasks and the evaluators by id; empty: `fifo_batching`.
-    """
+    """The `[scheduler]` table: the engine's settings, and who makes the batches."""
 
     batching_strategy: str = ""
+    """As "module:function", called with the tasks and the evaluators by id; empty: `fifo_batching`."""
 
 
 class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One `[[evaluator]]` table: an EvaluatorSpec whose handler is named `module:Class` and made with `handler_args`.
-
-    eval_resource: that of run, when absent. batch_size: tasks to a batch; 0 for no limit.
-    runner: where its samples are played: in the loop, in processes of this machine, in actors of a Ray cluster.
-    runner_settings: of the latter two.
-    """
+    """One `[[evaluator]]` table, of which an EvaluatorSpec is made."""
 
     evaluator_id: str
     handler: str
+    """`module:Class`."""
     handler_args: dict[str, Any] = {}
+    """What the class is made with."""
     resource: Resource
+    """The budget of one batch."""
     run_resource: Resource = Resource()
+    """What one sample holds while it runs."""
     eval_resource: Resource | None = None
+    """What it holds while it is scored; left out: the same as run_resource."""
     batch_size: Annotated[int, msgspec.Meta(ge=0)] = 1
+    """Tasks to a batch; 0: no limit."""
     default_sampling: SamplingParams = SamplingParams()
     default_stopping: StoppingCriteria = StoppingCriteria()
     run_timeout_seconds: Positive | None = None
+    """Of one sample's run; left out: no limit."""
     eval_timeout_seconds: Positive | None = None
+    """Of one sample's scoring; left out: no limit."""
     solve_threshold: float = 1.0
+    """A finished sample with at least this score is `solved`."""
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESTART
+    """What becomes of a turn that is being generated when a pause aborts it."""
     mask_off_policy_prefix: bool = False
+    """Takes tokens of older weights than a sample's newest out of its loss mask."""
     runner: RunnerKind = "inline"
+    """Where its samples are played: in the loop, in processes of this machine, or in actors of a Ray cluster."""
     runner_settings: RunnerSettings = RunnerSettings()
+    """Of the latter two."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file. `generation` maps a role (student, teacher) to its table, which the engine's adapter reads;
-    `namespace` a namespace to what it weighs and may hold.
-    """
+    """The whole file."""
 
     server: ServerSettings = ServerSettings()
     gateway: GatewaySettings = GatewaySettings()
@@ -164,14 +169,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerSettings = SchedulerSettings()
     journal: JournalSettings = JournalSettings()
     namespace: dict[str, NamespaceSettings] = {}
+    """By namespace, what it weighs and may hold."""
     sampling: SamplingParams = SamplingParams()
+    """What holds where neither data set, nor task, nor evaluator says anything."""
     stopping: StoppingCriteria = StoppingCriteria()
+    """Likewise."""
     generation: dict[str, dict[str, Any]] = {}
+    """By role (student, teacher), the table that its backend reads."""
     evaluator: tuple[EvaluatorSettings, ...] = ()
     ray: RaySettings = RaySettings()
     rollout: RolloutSettings = RolloutSettings()
     dataset: tuple[SourceSettings, ...] = ()
+    """Of training steps."""
     eval_dataset: tuple[SourceSettings, ...] = ()
+    """Of evals."""
 
     def located(self, base_dir: Path) -> Config:
         """With the folders that it names counted from `base_dir`; files are found by whoever opens them."""

@@ -175,34 +175,34 @@ class HandlerElsewhere(BaseAgent):
 
 
 class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Binds a handler to a resource model.
-
-    runner: where its samples are played: `inline` (in the loop), `process` or `ray`, whose handler is a
-    `HandlerElsewhere`.
-    resource: the budget of one evaluator (one batch); its concurrency is the ceiling of samples running at once.
-    run_resource, eval_resource: what one sample holds in each phase. batch_size: tasks to a batch, None for no limit.
-    run_timeout_seconds, eval_timeout_seconds: of one sample's phase; None for no limit.
-    solve_threshold: a finished sample with at least this score is `solved`.
-    on_weight_update: what becomes of a turn that is being generated when a pause aborts it.
-    mask_off_policy_prefix: take tokens of older weights than a sample's newest out of its loss mask.
-    admits_subtasks_alone: each SubTask is admitted by itself as soon as one token is free, and not its whole batch.
-    """
+    """Binds a handler to a resource model."""
 
     evaluator_id: str
     handler: BaseAgent
     resource: Resource
+    """The budget of one evaluator (one batch); its concurrency is the ceiling of samples running at once."""
     run_resource: Resource
+    """What one sample holds while it runs."""
     eval_resource: Resource
+    """What it holds while it is scored."""
     batch_size: int | None = 1
+    """Tasks to a batch; None: no limit."""
     default_stopping: StoppingCriteria = StoppingCriteria()
     default_sampling: SamplingParams = SamplingParams()
     run_timeout_seconds: float | None = None
+    """Of one sample's run; None: no limit."""
     eval_timeout_seconds: float | None = None
+    """Of one sample's scoring; None: no limit."""
     solve_threshold: float = 1.0
+    """A finished sample with at least this score is `solved`."""
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESTART
+    """What becomes of a turn that is being generated when a pause aborts it."""
     mask_off_policy_prefix: bool = False
+    """Takes tokens of older weights than a sample's newest out of its loss mask."""
     admits_subtasks_alone: bool = False
+    """Each SubTask is admitted by itself as soon as one token is free, and not its whole batch."""
     runner: str = "inline"
+    """Where samples are played: `inline` (in the loop), `process` or `ray`, by a `HandlerElsewhere` as the handler."""
 
     @property
     def sample_resource(self) -> Resource:

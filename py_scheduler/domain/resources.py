@@ -29,21 +29,21 @@ _NONE: FrozenDict[str, Any] = FrozenDict()
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
-    """A demand of one sample, or the budget of one batch.
-
-    gpu: GPUs; below 1 a share of one GPU, from 1 on a whole number of entirely free GPUs of one node.
-    cpu: cores. memory_gb: GiB. concurrency: running samples; 1 for a demand, a ceiling in a budget.
-    named: further things that there is a number of (licences, sandboxes), by name; 0 is the same as absent.
-    required_labels: only nodes that have all of these labels will do; not looked at in a budget.
-    """
+    """A demand of one sample, or the budget of one batch."""
 
     gpu: float = 0.0
+    """GPUs; below 1 a share of one GPU, from 1 on a whole number of entirely free GPUs of one node."""
     cpu: float = 0.0
+    """Cores."""
     memory_gb: float = 0.0
+    """GiB."""
     concurrency: int = 1
+    """Running samples; 1 for a demand, a ceiling in a budget."""
     # Of strings and numbers only and never changed, so that no cycle can go through them and gc=False holds.
     named: dict[str, int] = _NONE
+    """Further things that there is a number of (licences, sandboxes), by name; 0 is the same as absent."""
     required_labels: dict[str, str] = _NONE
+    """Only nodes that have all of these labels will do; not looked at in a budget."""
 
     def __post_init__(self) -> None:
         if type(self.named) is not FrozenDict and isinstance(self.named, dict):
@@ -91,17 +91,20 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unkno
 
 
 class NodeResource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The supply of one node: its address, the ids of its GPUs, cores and GiB of memory, and what else it has.
-
-    named: how much there is of each named resource. labels: what samples may require it to be.
-    """
+    """The supply of one node."""
 
     node_ip: str
+    """Its address, which names it."""
     gpus: list[int]
+    """The ids of its GPUs."""
     cpu: float
+    """Cores."""
     memory_gb: float
+    """GiB."""
     named: dict[str, int] = {}
+    """How much there is of each named resource."""
     labels: dict[str, str] = {}
+    """What samples may require it to be."""
 
 
 class PlacementToken(Protocol):

@@ -17,44 +17,47 @@ DEFAULT_NAMESPACE = "default"
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, forbid_unknown_fields=True):
-    """How many new attempts a SubTask may have: after a failure or timeout of the agent, after a lost worker or node,
-    and (refills) after an attempt whose samples ended by a fault of the infrastructure.
-
-    max_retries: one budget for failures, timeouts and losses, in place of the first two; None: they have their own.
-    """
+    """How many new attempts a SubTask may have."""
 
     max_failure_retries: int = 0
+    """After a failure or timeout of the agent."""
     max_loss_retries: int = 2
+    """After a lost worker or node."""
     max_infra_refills: int = 0
+    """After an attempt whose samples ended by a fault of the infrastructure."""
     max_retries: int | None = None
+    """One budget for failures, timeouts and losses, in place of the first two; None: they have their own."""
 
 
 class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """How a task is to be run. `task_type` names the EvaluatorSpec, `dataset` groups results in reports.
-
-    sampling, stopping: this task's own values; they beat the spec's, field by field.
-    task_deadline_seconds: counted from acceptance; the task ends then, whatever it is doing. None: no deadline.
-    is_eval: whether it measures instead of producing training data; evals and training share room by weight.
-    max_samples_per_subtask: samples that run together, by one runner, and are retried together; None: all of them.
-    keeps_partial: whether a SubTask that fails keeps the samples that succeeded; it is not tried again then. Without
-    it a SubTask's samples count together or not at all.
-    attempt_timeout_seconds: how long one attempt at a SubTask may take from its start; None: no limit of its own.
-    has_dynamic_timeout: whether an attempt has less time than that once it is known how long sub-tasks take; see
-    `scheduler.ledger.dynamic_timeout`.
-    """
+    """How a task is to be run."""
 
     task_type: str
+    """Names the EvaluatorSpec."""
     repeat_times: int = 1
+    """Samples that the task is to give."""
     dataset: str = ""
+    """Groups results in reports."""
     sampling: SamplingParams = SamplingParams()
+    """This task's own values; they beat the spec's, field by field."""
     stopping: StoppingCriteria = StoppingCriteria()
+    """Likewise."""
     task_deadline_seconds: float | None = None
+    """Counted from acceptance; the task ends then, whatever it is doing. None: no deadline."""
     retry: RetryPolicy = RetryPolicy()
     is_eval: bool = False
+    """Whether it measures instead of producing training data; evals and training share room by weight."""
     max_samples_per_subtask: int | None = 1
+    """Samples that run together, by one runner, and are retried together; None: all of them. 8 repeats with 3 make
+    SubTasks of 3, 3 and 2."""
     keeps_partial: bool = False
+    """Whether a SubTask that fails keeps the samples that succeeded; it is not tried again then. Without it a SubTask's
+    samples count together or not at all."""
     attempt_timeout_seconds: float | None = None
+    """How long one attempt at a SubTask may take from its start; None: no limit of its own."""
     has_dynamic_timeout: bool = False
+    """Whether an attempt has less time than that once it is known how long sub-tasks take; see
+    `scheduler.ledger.dynamic_timeout`."""
 
     @property
     def subtask_count(self) -> int:

@@ -33,21 +33,23 @@ _MAX_TOKENS = 2**31 - 1
 
 
 class DAggerSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """β and t_max of each iteration, from 0.
-
-    beta_start, beta_end: probabilities, the end not above the start. t_max goes from t_max_start to t_max_end over
-    t_max_iterations, in a line, rounded to whole tokens; 0 means that the schedule says nothing about the tail.
-    Raises InvalidArgumentError with every fault.
-    """
+    """β and t_max of each iteration, from 0. Raises InvalidArgumentError with every fault."""
 
     decay: Decay = Decay.LINEAR
     beta_start: float = 1.0
+    """A probability."""
     beta_end: float = 0.0
+    """Another one, not above the start."""
     decay_iterations: int = 10
+    """After so many, LINEAR and COSINE have arrived."""
     rate: float = 0.5
+    """What EXPONENTIAL and STEP leave of the distance to the end: with 0.5, β goes 1, 0.5, 0.25 on its way to 0."""
     step_iterations: int = 1
+    """Iterations between two falls of STEP."""
     t_max_start: int = 0
+    """Tokens of the tail at first; 0: the schedule says nothing about it."""
     t_max_end: int = 0
+    """And after t_max_iterations. In between it goes in a line, rounded to whole tokens."""
     t_max_iterations: int = 10
 
     def __post_init__(self) -> None:

@@ -42,20 +42,21 @@ class Rejection(StrEnum):
 
 
 class FilterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Both filters, and what to do when too few groups survive them. Raises InvalidArgumentError with every fault.
-
-    min_spread: what the distance between a group's best and worst score must exceed. finish_only: keep the episodes
-    that ended by themselves. min_samples: a group that a filter leaves with fewer is dropped. when_insufficient:
-    "fetch" rolls out more groups, at most `max_fetches` times, and then, like "keep", goes on with what there is.
-    """
+    """Both filters, and what to do when too few groups survive them. Raises InvalidArgumentError with every fault."""
 
     rejection: Rejection = Rejection.OFF
     min_score: float = 1.0
+    """What a sample must score at least, with THRESHOLD."""
     min_spread: float = 0.0
+    """What the distance between a group's best and worst score must exceed, with SPREAD."""
     finish_only: bool = False
+    """Keeps the episodes that ended by themselves."""
     min_samples: int = 1
+    """A group that a filter leaves with fewer is dropped."""
     when_insufficient: Literal["fetch", "keep"] = "fetch"
+    """With "fetch" a step rolls out more groups. After max_fetches it goes on as with "keep": with what there is."""
     max_fetches: int = 8
+    """Times that more groups are fetched for one step."""
 
     def __post_init__(self) -> None:
         faults = [

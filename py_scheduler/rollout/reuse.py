@@ -26,17 +26,16 @@ ReuseMode = Literal["auto", "never"]
 
 
 class ReuseSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands where no variable says otherwise.
-
-    mode: "auto" trains every iteration after the first on iteration 0's samples where they are saved, the seed's
-    default for multi-epoch SFT; "never" rolls out; None: "auto" in-process, "never" in a server.
-    reuse_dir: a folder of per-iteration files to be replayed in order.
-    """
+    """Whether a step rolls out or takes saved samples, where no variable says otherwise."""
 
     mode: ReuseMode | None = None
+    """With "auto", every iteration after the first trains on the samples of iteration 0 where they are saved, which is
+    the default of seed 1 for multi-epoch SFT. With "never" each rolls out.
+    None: "auto" in-process, "never" in a server."""
     force_fresh: bool = False
     reuse_rollout: bool = False
     reuse_dir: str = ""
+    """A folder of per-iteration files to be replayed in order."""
     save_per_iteration: bool = True
 
     def defaulting_to(self, mode: ReuseMode) -> ReuseSettings:

@@ -72,12 +72,17 @@ class LlamaCppSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     context_length: int = 2048
     """Token ids of prompt and output together, per slot."""
     prompt_cache_mib: int = 256
+    """Of memory, for prompts that were read before."""
     default_max_new_tokens: int = 256
+    """For a request that says none."""
     start_timeout_seconds: float = 120.0
+    """For the child to load the model."""
     first_token_timeout_seconds: float = 600.0
     """From the slot on; long prompts of all slots may have to be read first."""
     idle_read_timeout_seconds: float = 120.0
+    """Silence after the first event."""
     control_timeout_seconds: float = 60.0
+    """For an answer to anything but a generation."""
 
 
 class LlamaCppBackend:

@@ -85,12 +85,15 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     timeout_seconds: _Positive = 10.0
     """Wall time, where a command is given none of its own."""
     cpu_seconds: _Count = 10
+    """Of processor time."""
     memory_mib: _Count = 512
     """Of address space, which is more than what is used: a bare Python takes some 20."""
     processes: _Count = 32
     """Of one command, threads included."""
     file_mib: _Count = 16
+    """Of one file that it writes."""
     open_files: _Count = 64
+    """Descriptors at once."""
     max_output_bytes: _Count = 8_192
     """Of a longer output the beginning and the end are kept."""
     network: Literal["deny", "allow"] = "deny"

@@ -19,17 +19,23 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     idle_read_timeout_seconds: float = 120.0
     """Silence after the first event."""
     connect_timeout_seconds: float = 5.0
+    """For a connection to be made."""
     control_timeout_seconds: float = 10.0
+    """For an answer to a short call: an abort, a tokenization, a look at the load."""
     pause_timeout_seconds: float = 60.0
-    """A pause that aborts waits for the last request to end."""
+    """For a pause; one that aborts waits for the last request to end."""
     weight_update_timeout_seconds: float = 600.0
+    """For the server to load weights."""
     abort_grace_seconds: float = 2.0
     """How long an aborted request may take to end by itself, with all its tokens, before its connection is closed."""
     keepalive_seconds: float = 3.0
     """The server closes idle connections after 5."""
     retry: RetrySettings = RetrySettings()
+    """Of an attempt that failed before its first token."""
     vocab_size: int | None = None
+    """Token ids that a request may hold, from 0 on."""
     context_length: int | None = None
+    """Token ids of prompt and output together."""
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,13 +50,16 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     no_endpoint_seconds: float = 120.0
     """How long a generation waits while no endpoint is up."""
     set_aside_base_seconds: float = 0.5
+    """Before an endpoint that failed is probed for the first time; the wait doubles with each failure in a row, and of
+    each up to a half is left out at random."""
     set_aside_max_seconds: float = 30.0
-    """Before an endpoint that failed is probed: doubled from the base with each failure in a row, less up to a half."""
+    """The longest of these waits."""
     max_attempts: int = 4
     """Endpoints that one generation is tried at, counting an endpoint again when it comes back to it."""
     sticky_load_ratio: float = 1.5
     """A session stays with its endpoint, and so with its prefix cache, up to that many times the least load."""
     remembered_sessions: int = 100_000
+    """Sessions whose endpoint is known, those that generated last."""
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):

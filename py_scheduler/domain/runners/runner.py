@@ -31,41 +31,40 @@ DEFAULT_ENVIRONMENT = ("HOME", "HF_HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "
 
 
 class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `runner_settings` of an evaluator whose runner is `process` or `ray`.
-
-    max_runners: children at once. min_runners: started with the server, which does not start when they cannot be.
-    prepare_concurrency: how many of them start at once. prepare_max_retries: further tries of a start that failed;
-    after these it is tried again later, and where no other child lives, who waits loses an attempt over it.
-    start_seconds: what one try may take, importing and making the handler included.
-    max_resident_mib: a child that is larger than this after an attempt is replaced; None: never.
-    hard_resident_mib: a child that is larger than this is killed in the middle of its attempt (process runners).
-    environment: names of the server's own variables that children get; nothing of a client's ever gets there.
-    """
+    """The `runner_settings` of an evaluator whose runner is `process` or `ray`."""
 
     max_runners: Annotated[int, msgspec.Meta(ge=1)] = 64
+    """Children at once."""
     min_runners: Annotated[int, msgspec.Meta(ge=0)] = 1
+    """Started with the server, which does not start when they cannot be."""
     prepare_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 8
+    """How many of them start at once."""
     prepare_max_retries: Annotated[int, msgspec.Meta(ge=0)] = 2
+    """Further tries of a start that failed. After these it is tried again later, and where no other child lives, who
+    waits loses an attempt over it."""
     start_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    """What one try may take, importing and making the handler included."""
     max_resident_mib: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """A child that is larger than this after an attempt is replaced; None: never."""
     hard_resident_mib: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """A child that is larger than this is killed in the middle of its attempt (process runners); None: never."""
     environment: tuple[str, ...] = DEFAULT_ENVIRONMENT
+    """Names of the server's own variables that children get; nothing of a client's ever gets there."""
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `[ray]` table.
-
-    address: of the cluster, as `ray.init` takes it; "auto": the one that runs here.
-    listen: "host:port" where actors connect (port 0: any free one); a host off loopback needs insecure_remote, because
-    what actors and server say is authenticated but not encrypted. advertised_host: what actors are told instead of it.
-    node_label: the label of a Ray node that says what the cluster layout calls it; without one, its address does.
-    """
+    """The `[ray]` table."""
 
     address: str = "auto"
+    """Of the cluster, as `ray.init` takes it; "auto": the one that runs here."""
     listen: str = "127.0.0.1:0"
+    """Where actors connect: "host:port" (port 0: any free one). A host off loopback needs insecure_remote."""
     advertised_host: str = ""
+    """What actors are told instead of the host in `listen`."""
     insecure_remote: bool = False
+    """Admits that what actors and server say is authenticated but not encrypted."""
     node_label: str = "py-scheduler/node"
+    """The label of a Ray node that says what the cluster layout calls it; without one, its address does."""
 
 
 _FORBIDDEN = re.compile(r"^(LD_|PYTHON|DYLD_)|^(BASH_ENV|ENV|IFS|CUDA_VISIBLE_DEVICES)$")

@@ -14,12 +14,13 @@ def _no_model(_engine_id: int) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """open_model: makes what workflows get as their `model`, of the engine with that number. A `model_version` that it
-    has is noted with each experience.
-    """
+    """A model that runners use."""
 
     engine_num: int = 1
+    """How many engines serve it; runners are shared out among them."""
     open_model: Callable[[int], object] = _no_model
+    """Makes what workflows get as their `model`, of the engine with that number. A `model_version` that it has is noted
+    with each experience."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +42,25 @@ class DynamicTimeoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig:
-    """Of `process` runners. start_seconds: what one start may take, imports and opening the models included.
-
-    max_resident_mib: a process that holds more of the machine's memory after a task is replaced; None: never.
-    environment: names of the variables that it gets of this process's.
-    """
+    """Of `process` runners."""
 
     start_seconds: float = 60.0
+    """What one start may take, imports and opening the models included."""
     max_resident_mib: float | None = None
+    """A process that holds more of the machine's memory after a task is replaced; None: never."""
     environment: tuple[str, ...] = DEFAULT_ENVIRONMENT
+    """Names of the variables that it gets of this process's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerConfig:
-    """See `protocols.TrinityExplorerConfig`.
-
-    runner: `inline`, in the scheduler's own loop, or `process`, each in a process of its own, which can be killed: for
-    workflows that block, exit, or leak. What they are made of is sent there pickled, as `multiprocessing` does it.
-    """
+    """Trinity's keys are told in `protocols.TrinityExplorerConfig`; the first two are ours."""
 
     runner: str = "inline"
+    """`inline`, in the scheduler's own loop, or `process`, each in a process of its own, which can be killed: for
+    workflows that block, exit, or leak. What they are made of is sent there pickled, as `multiprocessing` does it."""
     process: ProcessConfig = ProcessConfig()
+    """Of `process` runners."""
     runner_per_model: int = 8
     runner_prepare_concurrency: int = 8
     runner_prepare_max_retries: int = 2

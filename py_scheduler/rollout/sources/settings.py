@@ -18,7 +18,7 @@ class SourceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     name: str
     kind: str = "jsonl"
-    """ "jsonl", "parquet", "reasoning_gym" or "python"."""
+    """One of "jsonl", "parquet", "reasoning_gym" and "python"."""
     path: str = ""
     """Of the file; a relative one counts from the folder of the configuration."""
     factory: str = ""
@@ -37,7 +37,7 @@ class SourceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int = 0
     """Of the order, and of the problems of reasoning_gym."""
     on_end: OnEnd = "restart"
-    """ "restart" begins a new epoch; "stop" gives fewer tasks than were asked for."""
+    """At its end: with "restart" a new epoch begins, with "stop" there are fewer tasks than were asked for."""
     limit: int | None = None
     """Only the first rows count, so many of them."""
     weight: float = 1.0
