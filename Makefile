@@ -218,7 +218,7 @@ check-types: $(BUILT) $(DEV_READY)
 	$(BIN)/stubtest --mypy-config-file pyproject.toml py_scheduler._placement_core
 
 check-layers: $(DEV_READY)
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache  # which was seen to keep imports that a move had taken away
 
 check-rust:
 	@cargo fmt --version >/dev/null 2>&1 || { echo "rustfmt is missing: rustup component add rustfmt"; exit 1; }
