@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.quotas import NamespaceSettings, Quota
     from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.domain.task import Batch
-    from py_scheduler.execution.attempt import PlannedAttempt
+    from py_scheduler.execution.attempt import PlannedAttempt, RunningAttempt
     from py_scheduler.execution.runner import Runners
     from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
@@ -278,8 +278,8 @@ class Engine:
     def _permit_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
         self._admission.permit_returned(spec, namespace, taken_at)
 
-    def _room_is_stranded(self, tokens: int) -> None:
-        self._admission.room_is_stranded(tokens)
+    def _room_is_stranded(self, attempts: Iterable[tuple[EvaluatorSpec, RunningAttempt]]) -> None:
+        self._admission.room_is_stranded(attempts)
 
     async def resume_training(self, namespace: str) -> int:
         """A trainer starts, perhaps again from a checkpoint: what its namespace has produced so far counts as staleness

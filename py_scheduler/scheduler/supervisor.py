@@ -34,7 +34,7 @@ from py_scheduler.scheduler.notifier import Notifier
 from py_scheduler.scheduler.retry_backoff import RetryBackoffs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
@@ -82,7 +82,7 @@ class Supervisor:
     """All attempts that run.
 
     `requeue` takes attempts that wait again. `permit_returned` is told of each permit that is free, `room_is_stranded`
-    how many tokens are held by handlers that ignore their stop.
+    of all attempts whose handlers ignore their stop, each with its evaluator, whenever there is one more or less.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Supervisor:
         runners: Mapping[str, Runners],
         requeue: Requeue,
         permit_returned: Callable[[EvaluatorSpec, str, float], None],
-        room_is_stranded: Callable[[int], None],
+        room_is_stranded: Callable[[Iterable[tuple[EvaluatorSpec, RunningAttempt]]], None],
     ) -> None:
         self._recorder = recorder
         self._services = services
@@ -164,7 +164,7 @@ class Supervisor:
         self._running.pop(running.ref, None)
         if running.is_stranded:
             self._stranded.pop(running.ref, None)
-            self._room_is_stranded(len(self._stranded))
+            self._tell_of_stranded_room()
         self._report(running, report)
         if running.stop_cause is not None or self.is_draining:
             self._stopped.ring()
@@ -221,6 +221,9 @@ class Supervisor:
             seconds = spec.run_timeout_seconds if phase == "run" else spec.eval_timeout_seconds
             self._ladder.stop(running, StopCause.PHASE_TIMEOUT, f"{phase}_timeout_seconds ({seconds:g}) passed")
 
+    def _tell_of_stranded_room(self) -> None:
+        self._room_is_stranded([(running.evaluator.spec, running) for running in self._stranded.values()])
+
     def _strand(self, running: SupervisedAttempt) -> None:
         """Ends an attempt without its handler, which ignores its stop, and lets another worker take the place of its
         own.
@@ -229,7 +232,7 @@ class Supervisor:
         assert cause is not None, "only a stop strands an attempt"
         del self._running[running.ref]
         self._stranded[running.ref] = running
-        self._room_is_stranded(len(self._stranded))
+        self._tell_of_stranded_room()
         message = f"{running.stop_reason}; the handler did not stop within {self._stop_grace_seconds:g} s"
         sample = unfinished_sample(running, cause.outcome, message)
         self._report(running, AttemptReport(cause.attempt_state, (sample,), message), confirmed=False)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.execution.runner import Runners
     from py_scheduler.scheduler.ledger.state import LedgerState
-    from py_scheduler.scheduler.queue.waiting_reasons import WaitingReasons
+    from py_scheduler.scheduler.queue.explanations import WaitingReasons
     from py_scheduler.scheduler.retry_backoff import RetryBackoffs
 
 logger = logging.getLogger(__name__)

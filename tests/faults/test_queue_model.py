@@ -13,13 +13,15 @@ from py_scheduler.domain.leases import PlacementDemand
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, sort_batch_id
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyLease, ReadyQueue
+from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyLease
+from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
+from tests.support.rooms import OneKindOfRoom
 
 if TYPE_CHECKING:
     from py_scheduler.domain.task import BatchId
-    from py_scheduler.scheduler.queue.flows import ReadyEntry
+    from py_scheduler.scheduler.queue.entries import ReadyEntry
 
 MAX_BYPASS = 2
 SPECS = {name: spec_of(SolvingAgent(), name) for name in ("small", "large")}
@@ -41,11 +43,11 @@ class QueueAndModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = ReadyQueue(MAX_BYPASS)
+        self.queue = ReadyQueue(OneKindOfRoom(), MAX_BYPASS)
         self.waiting: list[Waiting] = []
         self.bypassed: dict[str, int] = {}
         self.blocked: dict[object, int] = {}
-        self.claims: dict[str, ReadyLease] = {}
+        self.leases: dict[str, ReadyLease] = {}
         self.arrivals = 0
         self.now = 0.0
 
@@ -76,26 +78,33 @@ class QueueAndModel(RuleBasedStateMachine):
         self.queue.push(SPECS[spec], attempts, self.now)
 
     @rule(batch_id=st.sampled_from(BATCH_IDS), count=st.integers(1, 4))
-    def claim(self, batch_id: BatchId, count: int) -> None:
+    def request_lease(self, batch_id: BatchId, count: int) -> None:
         name = self._arrives(batch_id, SAMPLE, count)
         demand = PlacementDemand(per_sample=SAMPLE, max_tokens=count)
-        self.claims[name] = self.queue.push_lease(
+        self.leases[name] = self.queue.push_lease(
             sort_batch_id(batch_id), demand, count, lambda _lease: None, self.now, DEFAULT_NAMESPACE
         )
 
     def _expected(self) -> Waiting | None:
-        """The first that is not blocked; nobody but the head once the head was overtaken often enough."""
-        for place, waiting in enumerate(self.waiting):
-            if place > 0 and self.bypassed[self.waiting[0].name] >= MAX_BYPASS:
-                return None
+        """The first that is not blocked; nobody behind a head once that was overtaken often enough."""
+        for waiting in self._heads():
             if waiting.count < self.blocked.get(waiting.demand, 1 << 30):
                 return waiting
+            if self.bypassed[waiting.name] >= MAX_BYPASS:
+                return None
         return None
+
+    def _heads(self) -> list[Waiting]:
+        """The first of each shape, in order."""
+        first: dict[tuple[object, int], Waiting] = {}
+        for waiting in self.waiting:
+            first.setdefault((waiting.demand, waiting.count), waiting)
+        return list(first.values())
 
     def _name(self, entry: ReadyEntry | None) -> str | None:
         if isinstance(entry, ReadyBatch):
             return entry.attempts[0].ref.task_id
-        return next((name for name, claim in self.claims.items() if claim is entry), None)
+        return next((name for name, lease in self.leases.items() if lease is entry), None)
 
     @rule(admits=st.booleans())
     def offer(self, admits: bool) -> None:
@@ -109,19 +118,21 @@ class QueueAndModel(RuleBasedStateMachine):
             self.blocked[expected.demand] = min(expected.count, self.blocked.get(expected.demand, expected.count))
             return
         self.queue.admit(entry, self.now)
-        if (head := self.waiting[0]) is not expected:
+        for head in self._heads():
+            if head is expected:
+                break
             self.bypassed[head.name] += 1
         self._leaves(expected)
 
     def _leaves(self, waiting: Waiting) -> None:
         self.waiting.remove(waiting)
-        self.claims.pop(waiting.name, None)
+        self.leases.pop(waiting.name, None)
 
-    @precondition(lambda self: self.claims)
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.claims)))
-        self.queue.remove(self.claims[name], self.now)
+        name = data.draw(st.sampled_from(sorted(self.leases)))
+        self.queue.remove(self.leases[name], self.now)
         (waiting,) = [waiting for waiting in self.waiting if waiting.name == name]
         self._leaves(waiting)
         if all((other.demand, other.count) != (SAMPLE, waiting.count) for other in self.waiting):
@@ -136,7 +147,7 @@ class QueueAndModel(RuleBasedStateMachine):
     @invariant()
     def the_same_entries_wait(self) -> None:
         assert len(self.queue) == len(self.waiting)
-        assert self.queue.claims == len(self.claims)
+        assert self.queue.pending_leases == len(self.leases)
         assert sorted(filter(None, map(self._name, self.queue.entries()))) == sorted(w.name for w in self.waiting)
         bypassed = {self._name(entry): entry.bypassed for entry in self.queue.entries()}
         assert bypassed == {waiting.name: self.bypassed[waiting.name] for waiting in self.waiting}

@@ -50,7 +50,7 @@ from py_scheduler.errors import (
 from py_scheduler.execution.deadlines import Deadlines
 from py_scheduler.placement import tokens_in_budget
 from py_scheduler.scheduler.leases.record import LeaseRecord, resolve
-from py_scheduler.scheduler.queue.task_explanation import node_shortage
+from py_scheduler.scheduler.queue.explanations import node_shortage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.leases import ReleaseReply, ReleaseRequest
     from py_scheduler.placement import Lease, PlacementToken
-    from py_scheduler.scheduler.queue.ready_queue import ReadyLease
+    from py_scheduler.scheduler.queue.entries import ReadyLease
 
 
 class LeaseRecord:

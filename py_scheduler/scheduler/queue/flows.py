@@ -18,40 +18,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from py_scheduler.domain.resources import Resource
+from py_scheduler.scheduler.queue.entries import ARRIVAL, FlowKey, OrderKey, ReadyEntry, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-FlowKey = tuple[str, bool]
-"""Namespace, and whether it is evals."""
-
-OrderKey = tuple[float, int, int, int]
-"""The batch id's place (two numbers), when its submission came to wait, and when it came itself."""
-CAME: Final = 2
-ARRIVAL: Final = 3
-Shape = tuple[str | Resource, int]
-"""What fixes the demand (an evaluator's id, or a claim's own demand) and the count of attempts or tokens."""
+    from collections.abc import Iterator
 
 _KEEP_GONE = 64
 _ENTRY: Final = 4
 """Where the entry stands in an item of a heap, behind its order key."""
-
-
-class ReadyEntry(msgspec.Struct, gc=False, kw_only=True):
-    """Something that is admitted whole or waits. queued_at: monotonic seconds. is_gone: waits no longer."""
-
-    flow: FlowKey
-    order: OrderKey
-    shape: Shape
-    queued_at: float
-    bypassed: int = 0
-    is_gone: bool = False
-
-    @property
-    def cost(self) -> int:
-        """What its admission is charged to its flow: tokens, as often as they are used."""
-        return self.shape[1]
 
 
 class FlowPolicy(msgspec.Struct, frozen=True):
@@ -138,16 +112,22 @@ class Flow:
             return next(iter(self._heaps.values()))[0][_ENTRY]
         return min([heap[0] for heap in self._heaps.values()])[_ENTRY]
 
-    def first(self, may_go: Callable[[ReadyEntry], bool]) -> ReadyEntry | None:
-        """The foremost entry of those that may go; entries of one shape are alike in that."""
-        free = [heap[0] for heap in self._heaps.values() if may_go(heap[0][_ENTRY])]
-        return min(free)[_ENTRY] if free else None
+    def heads(self) -> list[ReadyEntry]:
+        """The foremost entry of each shape, in order."""
+        if len(self._heaps) == 1:
+            return [self.head()]
+        return [item[_ENTRY] for item in sorted([heap[0] for heap in self._heaps.values()])]
 
-    def comes_before_all_of(self, other: Flow) -> bool:
-        """Whether its head is due before anything of a flow behind it: the other had its share until then."""
+    def comes_before_all_of(self, other: Flow, cost: int) -> bool:
+        """Whether an entry of that cost, which is next here, is due before anything of a flow behind it: the other had
+        its share until then.
+
+        At equal weights this flow was given 10 tokens and its next entry costs 4. It is due before a flow that was
+        given 14, and not before one that was given 13.
+        """
         if self.is_background != other.is_background:
             return other.is_background
-        return other.virtual_time >= self.time_after(self.head().cost)
+        return other.virtual_time >= self.time_after(cost)
 
     def entries(self) -> Iterator[ReadyEntry]:
         """All of them, in no order."""
@@ -180,8 +160,10 @@ class Flows:
         self._max_wait_seconds = max_wait_seconds
         self._ahead: dict[FlowKey, float] = {}
         """Virtual times of flows that do not wait now."""
-        self._by_age: deque[ReadyEntry] = deque()
-        """As they came, if somebody may be promoted; some are gone."""
+        self._by_age: dict[tuple[FlowKey, Shape], deque[ReadyEntry]] = {}
+        """Those of each flow and shape as they came, if somebody may be promoted; some are gone."""
+        self._aged = 0
+        """How many entries those hold."""
 
     def __len__(self) -> int:
         return sum([flow.count for flow in self.waiting.values()])
@@ -194,9 +176,15 @@ class Flows:
             self.waiting[entry.flow] = flow
         flow.push(entry)
         if self._max_wait_seconds is not None:
-            self._by_age.append(entry)
-            if len(self._by_age) > 2 * len(self) + _KEEP_GONE:
-                self._by_age = deque(entry for entry in self._by_age if not entry.is_gone)
+            self._by_age.setdefault((entry.flow, entry.shape), deque()).append(entry)
+            self._aged += 1
+            if self._aged > 2 * len(self) + _KEEP_GONE:
+                self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        left = {key: deque(entry for entry in entries if not entry.is_gone) for key, entries in self._by_age.items()}
+        self._by_age = {key: entries for key, entries in left.items() if entries}
+        self._aged = sum([len(entries) for entries in self._by_age.values()])
 
     def take_out(self, entry: ReadyEntry) -> bool:
         """Removes an entry. True when it was the last of its shape in its flow."""
@@ -211,20 +199,24 @@ class Flows:
         """Whether it has waited so long that it goes before what has not."""
         return self._max_wait_seconds is not None and now - entry.queued_at >= self._max_wait_seconds
 
-    def overdue(self, now: float) -> ReadyEntry | None:
-        """What goes first for its age."""
+    def overdue(self, now: float) -> list[ReadyEntry]:
+        """What goes first for its age: the oldest of each flow and shape, the oldest of all first."""
         if self._max_wait_seconds is None:
-            return None
-        by_age = self._by_age
-        while by_age and by_age[0].is_gone:
-            by_age.popleft()
-        return by_age[0] if by_age and self.is_overdue(by_age[0], now) else None
+            return []
+        oldest: list[ReadyEntry] = []
+        for entries in self._by_age.values():
+            while entries and entries[0].is_gone:
+                entries.popleft()
+                self._aged -= 1
+            if entries and self.is_overdue(entries[0], now):
+                oldest.append(entries[0])
+        oldest.sort(key=lambda entry: (entry.queued_at, entry.order[ARRIVAL]))
+        return oldest
 
     def foremost(self, now: float) -> ReadyEntry:
         """What is to be served next, whatever blocks it. There must be something."""
-        overdue = self.overdue(now)
-        if overdue is not None:
-            return overdue
+        if self._max_wait_seconds is not None and (overdue := self.overdue(now)):
+            return overdue[0]
         if len(self.waiting) == 1:
             return next(iter(self.waiting.values())).head()
         return min(self.waiting.values(), key=lambda flow: flow.rank).head()
@@ -235,21 +227,14 @@ class Flows:
             flows.sort(key=lambda flow: flow.rank)
         return flows
 
-    def passed_by(self, entry: ReadyEntry | None, now: float) -> list[ReadyEntry]:
-        """What an entry goes before although its turn is later: whoever is first by age, and the heads of the flows up
-        to the entry's own. None: an entry of another namespace, which is behind all of this one.
-        """
+    def line_up(self, now: float) -> Iterator[ReadyEntry]:
+        """The heads of all shapes, in the order of service: first those that go first for their age."""
         overdue = self.overdue(now)
-        if entry is not None and entry is overdue:
-            return []
-        passed = [] if overdue is None else [overdue]
+        yield from overdue
         for flow in self.in_order():
-            head = flow.head()
-            if head is not entry and head is not overdue:
-                passed.append(head)
-            if entry is not None and flow.key == entry.flow:
-                break
-        return passed
+            for head in flow.heads():
+                if not any(head is other for other in overdue):
+                    yield head
 
     def _level(self, *, background: bool) -> float:
         return min(

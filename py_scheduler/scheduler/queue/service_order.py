@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
-from py_scheduler.scheduler.queue.flows import ARRIVAL
+from py_scheduler.scheduler.queue.entries import ARRIVAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from py_scheduler.scheduler.queue.flows import Flow, FlowKey, Flows, OrderKey, ReadyEntry
+    from py_scheduler.scheduler.queue.entries import FlowKey, OrderKey, ReadyEntry
+    from py_scheduler.scheduler.queue.flows import Flow, Flows
     from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 
     Ranked = tuple[float, OrderKey, ReadyEntry]
@@ -65,7 +66,8 @@ def ahead_of(
     elsewhere: dict[str, int] = {}
     for namespace, others in entries.items():
         flows = queue.namespaces[namespace]
-        if queue.is_capped(flows.foremost(now)):
+        left = queue.room.quota_left(namespace)
+        if left is not None and left <= 0:
             continue
         count, foremost = _served_until(queue, flows, others, entry, start, now, limit)
         if count:

@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.resources import Resource
+from py_scheduler.scheduler.queue.entries import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from py_scheduler.placement import PlacementPool
-
-Kind = str | Resource
-"""What tokens of one demand have in common: an evaluator's id, or the demand of a lease for a scheduler outside."""
 
 _PLACES = "places"
 _USUAL_SECONDS = 1.0

@@ -301,5 +301,5 @@ async def test_ten_thousand_samples_leave_no_slot_and_no_room_behind() -> None:
         records = await harness.records_until_done(reply)
         assert len(samples_in(records)) == 10_000
         await settle()
-        assert harness.engine._admission._permits_out == 0
+        assert harness.engine._admission.room.permits_out == 0
     assert pool.free_tokens_for(Resource(gpu=0.25)) == 64

@@ -292,7 +292,7 @@ async def test_what_comes_back_to_be_tried_again_ends_too_and_what_waits_for_tha
         done = await harness.done(reply)
         for event in done.values():
             is_refused(event, "gpus")
-        assert harness.engine._admission._permits_out == 0
+        assert harness.engine._admission.room.permits_out == 0
         assert clock.live_timers == 0
 
 

@@ -100,7 +100,7 @@ async def test_room_that_comes_later_counts_as_room() -> None:
             tasks = [task_of(f"{namespace} {n}", task_type) for n in range(200)]
             await harness.submit(tasks, 1, namespace=namespace)
         await settle()
-        shares = harness.engine._admission._shares
+        shares = harness.engine._admission.room.shares
         held = {name: account.held for name, account in shares._accounts.items()}
         assert held["a"] == pytest.approx(1.0), "all GPUs"
         assert held["b"] == pytest.approx(1.0, abs=0.13), "all cores but those that the others hold"

@@ -227,9 +227,9 @@ async def test_a_caller_that_goes_away_leaves_its_claim_for_a_ttl() -> None:
         await manager.clock.advance(TTL - 1)
         view = await manager.leases.acquire(acquire_of("b"))
         assert view.reason.startswith("needs 1 tokens")
-        assert manager.engine._admission._queue.claims == 2
+        assert manager.engine._admission._queue.pending_leases == 2
         await manager.clock.advance(1)
-        assert manager.engine._admission._queue.claims == 1
+        assert manager.engine._admission._queue.pending_leases == 1
 
 
 async def test_a_pending_claim_can_be_taken_back() -> None:

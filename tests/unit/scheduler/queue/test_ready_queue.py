@@ -5,10 +5,11 @@ from __future__ import annotations
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.task import BatchId, sort_batch_id
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.queue.flows import ReadyEntry
-from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyQueue
+from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyEntry
+from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
+from tests.support.rooms import OneKindOfRoom
 
 SPECS = {name: spec_of(SolvingAgent(), name) for name in ("small", "large")}
 
@@ -46,14 +47,14 @@ def admit_all(queue: ReadyQueue) -> list[str | None]:
 
 
 def test_batch_ids_in_their_order_then_arrival() -> None:
-    queue = ReadyQueue(max_bypass=8)
+    queue = ReadyQueue(OneKindOfRoom(), max_bypass=8)
     for batch_id in ("other", 2, "1/eval", 1, 10, "1/a"):
         push(queue, str(batch_id), batch_id=batch_id, count=1 + len(str(batch_id)))
     assert admit_all(queue) == ["1", "1/eval", "1/a", "2", "10", "other"]
 
 
 def test_what_joins_a_batch_that_waits_stands_before_equal_batches_that_came_later() -> None:
-    queue = ReadyQueue(max_bypass=8)
+    queue = ReadyQueue(OneKindOfRoom(), max_bypass=8)
     batch_ids: list[BatchId] = ["1/b", "1/a", "1/b", 1, "1/a", "1/b"]
     for number, batch_id in enumerate(batch_ids):
         push(queue, f"{batch_id} {number}", batch_id=batch_id)
@@ -64,7 +65,7 @@ def test_what_joins_a_batch_that_waits_stands_before_equal_batches_that_came_lat
 
 
 def test_a_refused_shape_is_passed_over_until_something_is_released() -> None:
-    queue = ReadyQueue(max_bypass=8)
+    queue = ReadyQueue(OneKindOfRoom(), max_bypass=8)
     push(queue, "blocked", spec="large", count=4)
     push(queue, "as large", spec="large", count=4)
     push(queue, "larger", spec="large", count=9)
@@ -80,7 +81,7 @@ def test_a_refused_shape_is_passed_over_until_something_is_released() -> None:
 
 
 def test_overtaking_is_bounded() -> None:
-    queue = ReadyQueue(max_bypass=3)
+    queue = ReadyQueue(OneKindOfRoom(), max_bypass=3)
     push(queue, "blocked", spec="large", count=4)
     for number in range(10):
         push(queue, f"small-{number}")
@@ -98,7 +99,7 @@ def test_overtaking_is_bounded() -> None:
 
 
 def test_a_dropped_entry_is_gone_and_counts_against_nobody() -> None:
-    queue = ReadyQueue(max_bypass=8)
+    queue = ReadyQueue(OneKindOfRoom(), max_bypass=8)
     push(queue, "blocked", spec="large", count=4)
     push(queue, "ended", count=2)
     push(queue, "last")

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import heapq
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.quotas import Quota
 from py_scheduler.domain.resources import Resource
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyQueue
+from py_scheduler.scheduler.queue.entries import ReadyBatch
+from py_scheduler.scheduler.queue.quotas import Quotas
+from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
+from py_scheduler.scheduler.queue.room import Room
 from py_scheduler.scheduler.queue.shares import Shares
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
-
-if TYPE_CHECKING:
-    from py_scheduler.scheduler.queue.flows import ReadyEntry
+from tests.support.rooms import OneKindOfRoom
 
 SPEC = spec_of(SolvingAgent(), "agent")
 
@@ -29,7 +30,7 @@ class Teams:
 
     def __init__(self, places: int, weights: dict[str, float], seed: int = 0, max_bypass: int = 64) -> None:
         self.shares = Shares({"places": float(places)}, weights)
-        self.queue = ReadyQueue(max_bypass, shares=self.shares)
+        self.queue = ReadyQueue(OneKindOfRoom(shares=self.shares), max_bypass)
         self.free = places
         self.now = 0.0
         self.seconds: dict[str, float] = {}
@@ -204,12 +205,8 @@ def test_when_nobody_waits_the_past_is_forgotten() -> None:
 
 
 def test_a_namespace_at_its_quota_is_passed_over_and_holds_nobody_back() -> None:
-    held = {"a": 0, "b": 0}
-
-    def is_capped(entry: ReadyEntry) -> bool:
-        return entry.flow[0] == "a" and held["a"] + entry.cost > 2
-
-    queue = ReadyQueue(0, shares=Shares({"places": 100.0}), is_capped=is_capped)
+    shares = Shares({"places": 100.0})
+    queue = ReadyQueue(Room(quotas=Quotas({"a": Quota(max_running_samples=2)}), shares=shares), 0)
     teams = Teams(100, {})
     teams.queue = queue
     teams.push("a", 5)
@@ -217,8 +214,8 @@ def test_a_namespace_at_its_quota_is_passed_over_and_holds_nobody_back() -> None
     served = ""
     while (entry := queue.offer(0.0)) is not None:
         queue.admit(entry, 0.0)
-        held[entry.flow[0]] += 1
         served += entry.flow[0]
     assert served == "ababbbb"
-    held["a"] = 0
+    for _ in range(2):
+        shares.give_back("a", SPEC.evaluator_id, None, 1, 0.0, 0.0)
     assert queue.offer(0.0) is not None

@@ -14,8 +14,9 @@ from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
 from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.placement import PlacementPool
 from py_scheduler.scheduler.ledger.records import submission_and_number, task_id_of
+from py_scheduler.scheduler.queue.explanations import TaskExplainer
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
-from py_scheduler.scheduler.queue.task_explanation import TaskExplainer
+from py_scheduler.scheduler.queue.room import Room
 from tests.support.handlers import SolvingAgent, spec_of
 
 if TYPE_CHECKING:
@@ -42,23 +43,24 @@ def attempts_of(task_id: str, count: int, step: float) -> list[PlannedAttempt]:
     ]
 
 
-def waits(queue: ReadyQueue, task_id: str, pool: PlacementPool | None, ended: str = "") -> tuple[TaskWait, ...]:
+def queue_of(pool: PlacementPool | None = None) -> ReadyQueue:
+    return ReadyQueue(Room(pool, max_permits=5), max_bypass=5)
+
+
+def waits(queue: ReadyQueue, task_id: str, ended: str = "") -> tuple[TaskWait, ...]:
     """`ended`: a task whose attempts no longer wait."""
     submission = SimpleNamespace(key=SubmissionKey("7/eval"))
     ledger = SimpleNamespace(submission=lambda _: submission, is_waiting=lambda ref: ref.task_id != ended)
     explainer = TaskExplainer(
-        queue,
-        pool,
-        cast("LedgerState", ledger),
-        now=10.0,
-        most_tokens=lambda _: 5,
-        reason_of=lambda _, ahead: f"{ahead.in_all} ahead",
+        queue, cast("LedgerState", ledger), now=10.0, reason_of=lambda _, ahead: f"{ahead.in_all} ahead"
     )
     return explainer.waits_of("s", task_id)
 
 
 def test_a_claim_from_outside_is_ahead_and_the_budget_bounds_what_is_needed() -> None:
-    queue = ReadyQueue(max_bypass=5)
+    pool = PlacementPool([NodeResource(node_ip="small", gpus=[], cpu=4, memory_gb=4)])
+    pool.add_node(NodeResource(node_ip="large", gpus=[0], cpu=4, memory_gb=4))
+    queue = queue_of(pool)
     demand = PlacementDemand(budget=Resource(gpu=8, concurrency=3), per_sample=SAMPLE, max_tokens=3)
     queue.push_lease((1.0, 0), demand, 3, lambda _: None, 4.0, "default")
     spec = spec_of(
@@ -69,9 +71,7 @@ def test_a_claim_from_outside_is_ahead_and_the_budget_bounds_what_is_needed() ->
         batch_size=None,
     )
     queue.push(spec, attempts_of("s-0", 6, step=2.0), 7.0)
-    pool = PlacementPool([NodeResource(node_ip="small", gpus=[], cpu=4, memory_gb=4)])
-    pool.add_node(NodeResource(node_ip="large", gpus=[0], cpu=4, memory_gb=4))
-    (wait,) = waits(queue, "s-0", pool)
+    (wait,) = waits(queue, "s-0")
     assert (wait.attempts, wait.wanted_tokens, wait.free_tokens, wait.waiting_seconds) == (6, 2, 2, 3.0)
     assert [(node.node_ip, node.free_tokens, node.short) for node in wait.nodes] == [
         ("large", 2, ()),
@@ -83,25 +83,25 @@ def test_a_claim_from_outside_is_ahead_and_the_budget_bounds_what_is_needed() ->
 
 
 def test_attempts_that_are_tried_again_wait_on_their_own() -> None:
-    queue = ReadyQueue(max_bypass=5)
+    queue = queue_of()
     spec = spec_of(SolvingAgent(), batch_size=None)
     queue.push(spec, attempts_of("s-0", 2, step=3.0), 1.0)
     queue.push(spec, attempts_of("s-0", 1, step=3.0), 2.0)
-    first, second = waits(queue, "s-0", None)
+    first, second = waits(queue, "s-0")
     assert (first.attempts, first.ahead_in_all, second.attempts) == (2, 0, 1)
     assert (second.nodes, second.max_tokens, second.ahead_in_all) == ((), 0, 1)
     assert (second.ahead[0].batch_id, second.ahead[0].tasks, second.ahead[0].tokens) == ("7/eval", 1, 2)
 
 
 def test_what_has_ended_in_the_queue_counts_for_nothing_and_the_servers_limit_bounds_the_tokens() -> None:
-    queue = ReadyQueue(max_bypass=5)
+    queue = queue_of()
     spec = spec_of(SolvingAgent(), batch_size=None)
     queue.push(spec, attempts_of("s-0", 2, step=1.0), 1.0)
     queue.push(spec, [*attempts_of("s-1", 9, step=1.0), *attempts_of("s-0", 3, step=1.0)], 2.0)
-    (wait,) = waits(queue, "s-1", None, ended="s-0")
+    (wait,) = waits(queue, "s-1", ended="s-0")
     assert (wait.tasks, wait.attempts, wait.wanted_tokens, wait.ahead_in_all) == (1, 9, 5, 0)
-    assert waits(queue, "s-0", None, ended="s-0") == ()
-    (wait,) = waits(queue, "s-1", None)
+    assert waits(queue, "s-0", ended="s-0") == ()
+    (wait,) = waits(queue, "s-1")
     assert (wait.tasks, wait.attempts, wait.ahead_in_all) == (2, 12, 1)
 
 

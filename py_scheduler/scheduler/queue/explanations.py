@@ -1,31 +1,34 @@
-"""Why a task waits: read off the ledger, the ready queue and the pool; changes nothing."""
+"""Why what waits for room is not let in, for people: one line for each batch, a whole explanation for a task. Reads the
+ledger, the ready queue, what is held before it and the room, and changes nothing.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPhase, TaskWait
 from py_scheduler.domain.leases import NodeShortageView, Shortage
-from py_scheduler.domain.requests import SubmissionSelector
+from py_scheduler.domain.requests import SubmissionSelector, WaitingBatch
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import NotFoundError
-from py_scheduler.placement import tokens_in_budget
+from py_scheduler.placement import short_words
 from py_scheduler.scheduler.ledger.records import submission_and_number
-from py_scheduler.scheduler.queue.ready_queue import ReadyBatch, ReadyLease
-from py_scheduler.scheduler.queue.service_order import ahead_of
+from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyLease
+from py_scheduler.scheduler.queue.service_order import ahead_of, describe_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.events import AttemptRef
+    from py_scheduler.domain.ports import Clock
     from py_scheduler.placement import NodeExplanation, PlacementPool
     from py_scheduler.scheduler.ledger.state import LedgerState
-    from py_scheduler.scheduler.queue.flows import ReadyEntry
+    from py_scheduler.scheduler.queue.entries import ReadyEntry
     from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
     from py_scheduler.scheduler.queue.service_order import Ahead
-    from py_scheduler.scheduler.queue.staleness_gate import HeldBatch
+    from py_scheduler.scheduler.queue.staleness_gate import HeldBatch, StalenessGate
 
 MAX_NODES_TOLD = 100
 MAX_AHEAD_TOLD = 20
@@ -34,33 +37,126 @@ _FOREMOST_FIRST = (
     (AttemptState.LEASED, TaskPhase.LEASED),
     (AttemptState.QUEUED, TaskPhase.QUEUED),
 )
+_SHUTTING_DOWN = "the server is shutting down and admits nothing"
+_ITS_TURN = "it waits for its turn: `py-scheduler why TASK_ID`, with a task of it, says what is ahead"
+
+
+class WaitingReasons:
+    """Answers while the server runs, and until it has stopped."""
+
+    def __init__(self, queue: ReadyQueue, ledger: LedgerState, clock: Clock, gate: StalenessGate | None) -> None:
+        self._queue = queue
+        self._ledger = ledger
+        self._clock = clock
+        self._gate = gate
+        self.is_stopped = False
+        """Whether nothing is admitted any more."""
+
+    def waiting(self, submission_id: str, limit: int) -> list[WaitingBatch]:
+        """The waiting batches of a submission, in order, each with its reason."""
+        ledger, now = self._ledger, self._clock.monotonic()
+        found: list[WaitingBatch] = []
+        batches: Iterator[ReadyBatch | HeldBatch] = itertools.chain(
+            self._queue.batches_of(submission_id), self._held(submission_id)
+        )
+        for batch in batches:
+            live = [attempt.ref.task_id for attempt in batch.attempts if ledger.is_waiting(attempt.ref)]
+            if live:
+                queued = batch if isinstance(batch, ReadyBatch) else None
+                found.append(
+                    WaitingBatch(
+                        task_ids=tuple(dict.fromkeys(live)),
+                        reason=self._why_held(batch.namespace) if queued is None else self._reason(queued),
+                        waiting_seconds=now - batch.queued_at,
+                        bypassed=0 if queued is None else queued.bypassed,
+                    )
+                )
+                if len(found) == limit:
+                    break
+        return found
+
+    def _held(self, submission_id: str) -> list[HeldBatch]:
+        submission = self._ledger.submission(submission_id)
+        if self._gate is None or submission is None:
+            return []
+        return [batch for batch in self._gate.held(submission.key.namespace) if batch.submission_id == submission_id]
+
+    def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
+        """How a task stands, and why it waits if it does. Raises NotFoundError."""
+        explainer = TaskExplainer(
+            self._queue,
+            self._ledger,
+            now=self._clock.monotonic(),
+            reason_of=self._reason,
+            held=[] if self._gate is None else self._gate.held(namespace),
+            why_held=self._why_held(namespace),
+        )
+        return explainer.explain(task_id, namespace)
+
+    def why_pending(self, entry: ReadyLease) -> str:
+        """Why a lease in the queue is not granted yet."""
+        return self._reason(entry, ahead_of(self._queue, entry, self._clock.monotonic()))
+
+    def _reason(self, entry: ReadyEntry, ahead: Ahead | None = None) -> str:
+        if self.is_stopped:
+            return _SHUTTING_DOWN
+        reason = self._why_not_admitted(entry)
+        turn = describe_ahead(self._queue, entry, ahead) if ahead is not None else _ITS_TURN
+        if reason and len(self._queue.flows) == 1:
+            return reason
+        return f"{reason}; {turn}" if reason else turn
+
+    def _why_held(self, namespace: str) -> str:
+        if self.is_stopped or self._gate is None:
+            return _SHUTTING_DOWN
+        return self._gate.reason(namespace)
+
+    def _why_not_admitted(self, entry: ReadyEntry) -> str:
+        """What would keep it waiting even if its turn came; empty when nothing is known to."""
+        room, namespace = self._queue.room, entry.flow[0]
+        if room.is_capped(entry):
+            quota, held = room.quotas.of(namespace).max_running_samples, room.shares.tokens_of(namespace)
+            return f"the quota of namespace {namespace!r} is max_running_samples = {quota}, and {held} are running"
+        if room.lacks_permits(entry):
+            return f"max_running_samples ({room.max_permits}) are running"
+        if room.pool is not None and self._queue.is_blocked(entry):
+            stranded = f"; {len(room.stranded)} tokens are held by handlers that do not stop"
+            return _why_blocked(room.pool, entry) + (stranded if room.stranded else "")
+        return ""
+
+
+def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
+    if not pool.nodes():
+        return "no node is left in the pool: it waits until one is back"
+    explanation = pool.explain(entry.per_sample, entry.tokens)
+    short = short_words(explanation) or "nothing any more"
+    reason = f"needs {entry.tokens} tokens at once, {explanation.free_tokens} are free; short of {short}"
+    if explanation.fits_ever:
+        return reason
+    return f"{reason}; the nodes hold {explanation.max_tokens} even when empty: it waits until there are more"
 
 
 class TaskExplainer:
     """Looks at one moment of the queue, and of what is held before it.
 
-    now: monotonic seconds. most_tokens: that one batch of an evaluator may want at once.
-    reason_of: why an entry waits, given what is ahead of it. held: the namespace's, in order; why_held: why they are.
-    What has ended since it was queued may still lie in the queue, and is not told.
+    now: monotonic seconds. reason_of: why an entry waits, given what is ahead of it. held: the namespace's, in order;
+    why_held: why they are. What has ended since it was queued may still lie in the queue, and is not told.
     """
 
     def __init__(
         self,
         queue: ReadyQueue,
-        pool: PlacementPool | None,
         ledger: LedgerState,
         *,
         now: float,
-        most_tokens: Callable[[EvaluatorSpec], int],
         reason_of: Callable[[ReadyEntry, Ahead], str],
         held: Sequence[HeldBatch] = (),
         why_held: str = "",
     ) -> None:
         self._queue = queue
-        self._pool = pool
+        self._room = queue.room
         self._ledger = ledger
         self._now = now
-        self._most_tokens = most_tokens
         self._reason_of = reason_of
         self._held = held
         self._why_held = why_held
@@ -128,8 +224,8 @@ class TaskExplainer:
         wanted = self._tokens_at_once(entry, refs)
         free_tokens = max_tokens = 0
         nodes: list[NodeShortageView] = []
-        if self._pool is not None:
-            explanation = self._pool.explain(entry.spec.sample_resource, wanted)
+        if self._room.pool is not None:
+            explanation = self._room.pool.explain(entry.spec.sample_resource, wanted)
             free_tokens, max_tokens = explanation.free_tokens, explanation.max_tokens
             nodes = sorted(map(node_shortage, explanation.nodes), key=lambda node: -node.free_tokens)
         return TaskWait(
@@ -179,9 +275,7 @@ class TaskExplainer:
 
     def _tokens_at_once(self, entry: ReadyBatch | HeldBatch, refs: Sequence[AttemptRef]) -> int:
         """What the entry takes of the pool when it is admitted."""
-        spec = entry.spec
-        in_budget = tokens_in_budget(spec.resource, spec.sample_resource)
-        return min(in_budget, len(refs), self._most_tokens(spec))
+        return self._room.tokens_at_once(entry.spec, len(refs), entry.namespace)
 
 
 def node_shortage(node: NodeExplanation) -> NodeShortageView:
