@@ -14,9 +14,9 @@
     |-- ResourceExhaustedError    a limit is reached for now; says when to come back
     |-- FailedPreconditionError   not in this state; says which state would do
     |-- LeaseError                a placement token or lease that is not held (any more)
-    |-- GenerationError           the language model engine did not deliver
+    |-- GenerationError           the generation backend did not deliver; "engine" in these names, as on the wire
     |   |-- EngineUnavailableError     not reachable, or failing on its side (retried, then infra_conn)
-    |   |-- EngineRejectedError        the engine refuses this request (not retried)
+    |   |-- EngineRejectedError        the backend refuses this request (not retried)
     |   |   |-- ContextOverflowError   ... because it is longer than the context
     |   |   `-- TurnLimitError         ... because the episode has had its turns
     |   `-- GenerationAbortedError     aborted while running
@@ -123,7 +123,7 @@ class LeaseError(SchedulerError):
 
 
 class GenerationError(SchedulerError):
-    """The engine did not deliver a complete generation.
+    """The generation backend did not deliver a complete generation.
 
     `partial` is the `domain.generation.Generation` of the tokens that had arrived, if any; it is never complete.
     """
@@ -134,14 +134,14 @@ class GenerationError(SchedulerError):
 
 
 class EngineUnavailableError(GenerationError):
-    """The engine cannot be reached, timed out or failed on its side, after all bounded retries.
+    """The generation backend cannot be reached, timed out or failed on its side, after all bounded retries.
 
     `partial` is the `domain.generation.Generation` of the tokens received before that, finish reason ABORT, or None.
     """
 
 
 class EngineRejectedError(GenerationError):
-    """The engine (or the check in front of it) refuses this request; trying again gives the same."""
+    """The generation backend (or the check in front of it) refuses this request; trying again gives the same."""
 
 
 class ContextOverflowError(EngineRejectedError):

@@ -1,1 +1,1 @@
-"""The outside world: engines, journals, clocks; each implements a port of `domain.ports` and knows nothing else."""
+"""The outside world: backends, journals, clocks; each implements a port of `domain.ports` and knows nothing else."""

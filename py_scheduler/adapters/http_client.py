@@ -1,4 +1,4 @@
-"""What the engine adapters share of HTTP: one pooled client, server-sent events, and the waits between retries.
+"""What the backend adapters share of HTTP: one pooled client, server-sent events, and the waits between retries.
 
 Invariants: a client holds its sessions from `start` to `close`; an idle connection is retired before
 the server would close it, so that a reset at reuse stays rare; nothing here retries by itself, because only the caller

@@ -1,7 +1,7 @@
 """Generations under way, as `abort` and `close` see them.
 
 Invariants: a rid is in flight at most once; `finished` is set exactly when its `generate` is over; a flight that was
-cut never waits again: its current wait ends at once, and so does every later one. While the engine stands still no
+cut never waits again: its current wait ends at once, and so does every later one. While the backend stands still no
 limit counts, and each counts from its beginning afterwards.
 """
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Flight:
-    """One `generate` call. `engine_rid` is what the engine knows it as; empty while it knows nothing of it."""
+    """One `generate` call. `backend_rid` is what the backend knows it as; empty while it knows nothing of it."""
 
     def __init__(self, rid: str) -> None:
         self.rid = rid
-        self.engine_rid = ""
+        self.backend_rid = ""
         self.abort_requested = False
         self.finished = asyncio.Event()
         self.was_cut = False
@@ -61,7 +61,7 @@ class Flight:
 
 
 class Flights:
-    """All flights of one engine, and the clean-ups that follow some of them."""
+    """All flights of one backend, and the clean-ups that follow some of them."""
 
     def __init__(self) -> None:
         self._flights: dict[str, Flight] = {}
@@ -85,7 +85,7 @@ class Flights:
             flight.finished.set()
 
     def stand_still(self) -> None:
-        """The engine is paused: its silence has no limit until `go_on`."""
+        """The backend is paused: its silence has no limit until `go_on`."""
         self._set_still(stands_still=True)
 
     def go_on(self) -> None:

@@ -1,6 +1,6 @@
-"""What is checked of a generation request before any engine sees it.
+"""What is checked of a generation request before any backend sees it.
 
-An engine is a poor judge of its input: one token id outside the vocabulary ends a whole SGLang server.
+A backend is a poor judge of its input: one token id outside the vocabulary ends a whole SGLang server.
 """
 
 from __future__ import annotations

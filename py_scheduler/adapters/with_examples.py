@@ -1,4 +1,4 @@
-"""A teacher out of any engine: the same model, with worked examples in its context that the asker does not see.
+"""A teacher out of any backend: the same model, with worked examples in its context that the asker does not see.
 
 The examples go in front of the conversation as the model's own chat template writes them. What a template does is known
 only by its outcome, so it is asked twice: for a conversation as it is (`plain`) and for the same one after the examples
@@ -128,7 +128,7 @@ class WithExamplesBackend:
         return await self._base.encode(text)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Without the examples: they are nobody's business but this engine's."""
+        """Without the examples: they are nobody's business but this backend's."""
         return await self._base.encode_chat(messages)
 
     async def generate(self, request: GenerationRequest) -> Generation:

@@ -1,6 +1,6 @@
 """The composition root of the server: builds every part from a Config, runs it, and takes it down again.
 
-    configuration -> specs, pool, engines, scheduler, steps, API -> bind -> start engines -> serve
+    configuration -> specs, pool, backends, scheduler, steps, API -> bind -> start backends -> serve
     SIGTERM -> NOT_SERVING -> no new tasks -> running samples finish (drain_seconds) -> streams end with a cursor
 
 Invariants: nothing is started before everything was built and the port was bound, so most faults of a configuration
@@ -18,7 +18,7 @@ from py_scheduler.app.building import (
     build_specs,
     cluster_nodes,
 )
-from py_scheduler.app.serving import in_process, open_front, run, running, serve, start_engines, stop_limit_seconds
+from py_scheduler.app.serving import in_process, open_front, run, running, serve, start_backends, stop_limit_seconds
 from py_scheduler.handlers.parts import make_sandbox
 
 __all__ = [
@@ -35,6 +35,6 @@ __all__ = [
     "run",
     "running",
     "serve",
-    "start_engines",
+    "start_backends",
     "stop_limit_seconds",
 ]

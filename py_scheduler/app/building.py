@@ -57,7 +57,7 @@ class Parts:
     `front` lets clients of OpenAI's API into episodes.
     """
 
-    engines: dict[str, GenerationBackend]
+    backends: dict[str, GenerationBackend]
     scheduler: Engine
     steps: TaskScheduler
     step_service: StepService
@@ -75,7 +75,7 @@ def build(config: Config, base_dir: Path, state_dir: Path | None = None) -> Part
     found = _find(config, base_dir)
     _tell(found.specs, found.pool, config)
     clock = LoopClock()
-    front = _build_front(config, found.engines, clock)
+    front = _build_front(config, found.backends, clock)
     scheduler = _build_scheduler(config, found, base_dir, _build_journal(config, state_dir), clock, front)
     steps = TaskScheduler(
         scheduler,
@@ -92,7 +92,7 @@ def build(config: Config, base_dir: Path, state_dir: Path | None = None) -> Part
         api.tokens.on_change.append(scheduler.limit_namespaces)
         scheduler.limit_namespaces(api.tokens.quotas)
     return Parts(
-        engines=found.engines,
+        backends=found.backends,
         scheduler=scheduler,
         steps=steps,
         step_service=step_service,
@@ -107,7 +107,7 @@ class _Found:
     """What a configuration names: all that can be missing, or be wrong in itself."""
 
     specs: list[EvaluatorSpec]
-    engines: dict[str, GenerationBackend]
+    backends: dict[str, GenerationBackend]
     pool: PlacementPool | None
     source: DataSource | None
     eval_sources: list[DataSource]
@@ -119,7 +119,7 @@ def _find(config: Config, base_dir: Path) -> _Found:
     """Looks for everything, and raises ConfigError with every fault."""
     faults: list[FieldViolation] = []
     specs = build_specs(config, faults)
-    engines = build_generation(config, base_dir, faults)
+    backends = build_generation(config, base_dir, faults)
     pool = None
     with collecting(faults):
         pool = build_pool(config, base_dir)
@@ -136,7 +136,7 @@ def _find(config: Config, base_dir: Path) -> _Found:
         raise ConfigError(faults)
     return _Found(
         specs=specs,
-        engines=engines,
+        backends=backends,
         pool=pool,
         source=source,
         eval_sources=eval_sources,
@@ -156,7 +156,7 @@ def _build_scheduler(
     scheduler = Engine(
         specs=found.specs,
         pool=pool,
-        generation_backends=found.engines,
+        generation_backends=found.backends,
         journal=journal,
         clock=clock,
         settings=settings,
@@ -182,12 +182,12 @@ def _build_journal(config: Config, state_dir: Path | None) -> Journal:
     return file_journal(config, state_dir)
 
 
-def _build_front(config: Config, engines: dict[str, GenerationBackend], clock: LoopClock) -> GenerationHttp | None:
+def _build_front(config: Config, backends: dict[str, GenerationBackend], clock: LoopClock) -> GenerationHttp | None:
     if not (config.gateway.socket or config.gateway.listen):
         return None
     from py_scheduler.api.generation_http import GenerationHttp  # noqa: PLC0415 - most servers need none
 
-    return GenerationHttp(config.gateway, engines, clock)
+    return GenerationHttp(config.gateway, backends, clock)
 
 
 def _artifact_root(artifact_dir: str, faults: list[FieldViolation]) -> Path:

@@ -42,7 +42,7 @@ _SWITCH_SECONDS = 0.0005
 """How long the loop's thread may keep the journal's from going on: a commit waits for that several times."""
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 _EXIT_SECONDS = 8.0
-"""What the end takes beside drain and grace, at most: streams that are cut off, the journal, the engines' processes."""
+"""What the end takes beside drain and grace, at most: streams that are cut off, the journal, processes of backends."""
 
 
 async def serve(
@@ -59,14 +59,14 @@ async def serve(
     """
     parts = build(config, base_dir, state_dir)
     async with AsyncExitStack() as stack:
-        # First, so that a store that cannot be used shows before an engine loads its model.
+        # First, so that a store that cannot be used shows before a backend loads its model.
         await parts.scheduler.open_journal(stack)
         stack.push_async_callback(parts.api.stop)
         address = parts.api.bind()
         if parts.front is not None:
             stack.push_async_callback(parts.front.close)
             _log.info("generation gateway: listening on %s", ", ".join(parts.front.bind()))
-        if not await start_engines(parts, stack, stop):
+        if not await start_backends(parts, stack, stop):
             return 0
         await open_front(parts, stack)
         await stack.enter_async_context(running(parts))
@@ -87,14 +87,14 @@ async def serve(
 
 @asynccontextmanager
 async def running(parts: Parts) -> AsyncIterator[None]:
-    """Starts and ends the scheduler and what drives it; the engines run by then."""
+    """Starts and ends the scheduler and what drives it; the backends run by then."""
     async with parts.scheduler, parts.steps, parts.step_service:
         yield
 
 
 @asynccontextmanager
 async def in_process(config: Config, base_dir: Path) -> AsyncIterator[TaskScheduler]:
-    """The TaskScheduler of a configuration, with its engines and without a network.
+    """The TaskScheduler of a configuration, with its backends and without a network.
 
     Where the file names no reuse mode, it is "auto", as in every TaskScheduler, and not a server's "never".
     Raises ConfigError, EngineUnavailableError.
@@ -102,7 +102,7 @@ async def in_process(config: Config, base_dir: Path) -> AsyncIterator[TaskSchedu
     rollout = msgspec.structs.replace(config.rollout, reuse=config.rollout.reuse.defaulting_to("auto"))
     parts = build(msgspec.structs.replace(config, rollout=rollout), base_dir)
     async with AsyncExitStack() as stack:
-        await start_engines(parts, stack, asyncio.Event())
+        await start_backends(parts, stack, asyncio.Event())
         await open_front(parts, stack)
         await stack.enter_async_context(parts.scheduler)
         yield await stack.enter_async_context(parts.steps)
@@ -114,16 +114,16 @@ async def open_front(parts: Parts, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(parts.front)
 
 
-async def start_engines(parts: Parts, stack: AsyncExitStack, stop: asyncio.Event) -> bool:
+async def start_backends(parts: Parts, stack: AsyncExitStack, stop: asyncio.Event) -> bool:
     """Starts all at once; False when the server is told to stop meanwhile. Whatever happens, they get closed, and none
     of them while it still starts.
     """
-    for engine in parts.engines.values():
-        stack.push_async_callback(engine.close)
+    for backend in parts.backends.values():
+        stack.push_async_callback(backend.close)
     try:
         async with asyncio.TaskGroup() as tasks:
-            ready = {role: asyncio.Event() for role in parts.engines}
-            starting = [tasks.create_task(_start_engine(parts, role, ready)) for role in parts.engines]
+            ready = {role: asyncio.Event() for role in parts.backends}
+            starting = [tasks.create_task(_start_backend(parts, role, ready)) for role in parts.backends]
             stopping = tasks.create_task(_cancel_upon(stop, starting))
             if starting:
                 await asyncio.wait(starting)
@@ -133,17 +133,17 @@ async def start_engines(parts: Parts, stack: AsyncExitStack, stop: asyncio.Event
     return not any(task.cancelled() for task in starting)
 
 
-async def _start_engine(parts: Parts, role: str, ready: dict[str, asyncio.Event]) -> None:
+async def _start_backend(parts: Parts, role: str, ready: dict[str, asyncio.Event]) -> None:
     """Starts one, after the one that it asks. When that one does not start, all of them are cancelled."""
-    engine, table = parts.engines[role], parts.config.generation.get(role, {})
+    backend, table = parts.backends[role], parts.config.generation.get(role, {})
     if base := base_role(table):
         await ready[base].wait()
-    kind = table.get("kind", type(engine).__name__)
+    kind = table.get("kind", type(backend).__name__)
     place = table.get("base_url") or ", ".join(table.get("base_urls", ()))
     _log.info("engine %s: %s is loading%s", role, kind, place and f" at {place}")
     begun = time.monotonic()
     try:
-        await engine.start()
+        await backend.start()
     except EngineUnavailableError as error:
         key = next((name for name in ("base_url", "base_urls") if name in table), "kind")
         raise EngineUnavailableError(f"generation.{role}.{key}: the engine does not start: {error}") from error

@@ -209,7 +209,7 @@ async def _try(config: Config, base_dir: Path, task: Task, warnings: list[str]) 
     with _listening() as heard:
         parts = app.build(config, base_dir)
         async with AsyncExitStack() as stack:
-            await app.start_engines(parts, stack, asyncio.Event())
+            await app.start_backends(parts, stack, asyncio.Event())
             await app.open_front(parts, stack)
             scheduler = await stack.enter_async_context(parts.scheduler)
             info = await scheduler.server_info(version())

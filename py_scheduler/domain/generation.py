@@ -1,4 +1,4 @@
-"""What is asked of a language model engine and what it answers. Token ids in, token ids out; text never round-trips.
+"""What is asked of a generation backend and what it answers. Token ids in, token ids out; text never round-trips.
 
 Source: seed 1, section 2 (the cascade); the field names are SGLang's.
 """
@@ -81,7 +81,7 @@ class OnWeightUpdate(StrEnum):
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Weights for an engine to load. `model_path` is the absolute path of a folder that the engine's own machine can
+    """Weights for a backend to load. `model_path` is the absolute path of a folder that the backend's own machine can
     read; `weight_version` names these weights and no others.
     """
 
@@ -93,7 +93,7 @@ class GenerationState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How generation stands in one role.
 
     pause_mode: None while nothing is paused. weight_epoch: +1 at every change of weights that was confirmed or seen.
-    running, held: generations at the engine, and those that wait for their turn or for the end of a pause.
+    running, held: generations at the backend, and those that wait for their turn or for the end of a pause.
     """
 
     role: str
@@ -115,7 +115,7 @@ class WeightSpan(msgspec.Struct, frozen=True, gc=False):
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One generation: `token_ids` is the whole context so far; `rid` names it for an abort.
 
-    `session_id` is the same for all turns of one episode, so that an engine may reuse its prefix cache.
+    `session_id` is the same for all turns of one episode, so that a backend may reuse its prefix cache.
     """
 
     rid: str
@@ -141,7 +141,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What an engine serves.
+    """What a backend serves.
 
     `vocab_size` bounds token ids (0: not known yet), `context_length` counts prompt and output together.
     """

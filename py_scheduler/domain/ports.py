@@ -46,7 +46,7 @@ class Clock(Protocol):
 class GenerationBackend(Protocol):
     """A language model that continues token ids.
 
-    Cancelling `generate` stops the work at the engine too: nothing decodes on for nobody.
+    Cancelling `generate` stops the work at the backend too: nothing decodes on for nobody.
     """
 
     async def start(self) -> None:
@@ -80,10 +80,10 @@ class GenerationBackend(Protocol):
 
 @runtime_checkable
 class GenerationControl(Protocol):
-    """What an engine has besides when its weights can be changed while it runs. Every call may be repeated.
+    """What a backend has besides when its weights can be changed while it runs. Every call may be repeated.
 
-    Raises EngineUnavailableError when the engine did not answer, so that its state is unknown; EngineRejectedError when
-    it refused.
+    Raises EngineUnavailableError when the backend did not answer, so that its state is unknown; EngineRejectedError
+    when it refused.
     """
 
     async def pause(self, mode: PauseMode) -> None:
@@ -93,15 +93,15 @@ class GenerationControl(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Goes on; an engine that is not paused stays as it is."""
+        """Goes on; a backend that is not paused stays as it is."""
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Loads weights. A paused engine does so at once and stays paused; another finishes what it is generating."""
+        """Loads weights. A paused backend does so at once and stays paused; another finishes what it is generating."""
         ...
 
     async def weight_version(self) -> str:
-        """As the engine says now; empty when its servers have different ones."""
+        """As the backend says now; empty when its servers have different ones."""
         ...
 
 

@@ -28,7 +28,7 @@ ENVIRONMENT = "environment"
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Tokens [start, end) of the trajectory, from one source: the environment or the engine role that generated
+    """Tokens [start, end) of the trajectory, from one source: the environment or the backend role that generated
     them. The environment neither finishes nor has log-probs of any kind.
     """
 
@@ -74,7 +74,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     @property
     def generated_turns(self) -> tuple[Turn, ...]:
-        """Those that an engine wrote, complete or cut."""
+        """Those that a backend wrote, complete or cut."""
         return tuple([turn for turn in self.turns if turn.source != ENVIRONMENT])
 
     @property
@@ -120,7 +120,7 @@ class TrajectoryBuilder:
         self._turns.append(Turn(start=start, end=start + count, source=ENVIRONMENT, text=safe_text(text)))
 
     def append_generation(self, generation: Generation, source: str) -> None:
-        """Tokens that the engine in role `source` generated, complete or partial."""
+        """Tokens that the backend in role `source` generated, complete or partial."""
         if len(generation.token_ids) != len(generation.log_probs):
             message = f"{len(generation.token_ids)} token ids came with {len(generation.log_probs)} log-probs"
             raise ValueError(message)

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 _PARTIAL_SECONDS = 3.0
 """How long a stopped episode waits for the tokens of the generation that it interrupts.
 
-Longer than adapters wait for an engine that does not react to an abort: what has arrived is kept even then.
+Longer than adapters wait for a backend that does not react to an abort: what has arrived is kept even then.
 """
 
 
@@ -235,10 +235,10 @@ class HandlerEpisode:
         return (int.from_bytes(digest) >> 11) / (1 << 53)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return await self._services.gateway.engine(STUDENT).encode_chat(messages)
+        return await self._services.gateway.backend(STUDENT).encode_chat(messages)
 
     async def encode(self, text: str) -> list[int]:
-        return await self._services.gateway.engine(STUDENT).encode(text)
+        return await self._services.gateway.backend(STUDENT).encode(text)
 
     async def observe_chat(self, messages: Sequence[ChatMessage]) -> None:
         """See `domain.evaluator.Episode.observe_chat`."""
@@ -316,9 +316,9 @@ class HandlerEpisode:
             raise FailedPreconditionError("this episode is generating: wait for it before anything else is added")
 
     async def _generate_or_abort(self, request: GenerationRequest, role: str) -> Generation:
-        """Generates; when the episode is stopped meanwhile, asks the engine for what it has made until then.
+        """Generates; when the episode is stopped meanwhile, asks the backend for what it has made until then.
 
-        The engine is given a moment for that. What it does not give in time is cancelled, which stops its work too.
+        The backend is given a moment for that. What it does not give in time is cancelled, which stops its work too.
         """
         gateway, resumes = self._services.gateway, self._spec.on_weight_update is OnWeightUpdate.RESUME
         flight = asyncio.ensure_future(gateway.generate(role, request, clock=self._attempt, resumes=resumes))

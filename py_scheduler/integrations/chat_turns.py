@@ -21,7 +21,7 @@ _MARKER = re.compile(
 def without_markers(text: str) -> str:
     """The text with a space in every marker of a chat template, so that no tokenizer reads it as one.
 
-    Engines encode a conversation as their template writes it, special tokens and all: a program whose output holds
+    Backends encode a conversation as their template writes it, special tokens and all: a program whose output holds
     `<|im_end|>` would end its own message and begin another in whatever role it likes.
     """
     return _MARKER.sub(r"\g<0> ", text)

@@ -36,7 +36,7 @@ async def test_the_minimal_client_runs() -> None:
     async with ScriptedSglang(context_length=100_000) as engine:
         parts = build(parse_config(config_of(engine.base_url)), ROOT / "examples")
         address = parts.api.bind()
-        await parts.engines["student"].start()
+        await parts.backends["student"].start()
         async with running(parts):
             await parts.api.start()
             process = await asyncio.create_subprocess_exec(
@@ -54,7 +54,7 @@ async def test_the_minimal_client_runs() -> None:
                 if process.returncode is None:
                     process.kill()
             await parts.api.stop()
-        await parts.engines["student"].close()
+        await parts.backends["student"].close()
     assert (process.returncode, stderr.decode()) == (0, "")
     lines = stdout.decode().splitlines()
     samples = [line for line in lines if line.endswith("tokens")]
@@ -106,7 +106,7 @@ async def test_an_engine_that_does_not_answer_is_shown_without_its_address() -> 
         async with SchedulerClient(address) as client:
             (student,) = (await client.server_info()).engines
         await parts.api.stop()
-    await parts.engines["student"].close()
+    await parts.backends["student"].close()
     assert (student.role, student.model_name, student.vocab_size) == ("student", "", 0)
     assert student.error == "the engine does not answer: the server's log says why"
     assert base_url.removeprefix("http://") not in repr(student)

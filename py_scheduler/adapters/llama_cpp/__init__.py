@@ -1,1 +1,1 @@
-"""The embedded engine: llama.cpp in a child process of this machine."""
+"""The embedded backend: llama.cpp in a child process of this machine."""

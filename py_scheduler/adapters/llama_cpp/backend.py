@@ -1,4 +1,4 @@
-"""The embedded engine: a GGUF model in llama.cpp on this machine's CPU; no GPU and no server to set up.
+"""The embedded backend: a GGUF model in llama.cpp on this machine's CPU; no GPU and no server to set up.
 
 Invariants:
 

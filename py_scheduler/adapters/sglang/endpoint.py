@@ -49,7 +49,7 @@ class Endpoint:
 
     def __init__(
         self,
-        engine: SglangBackend,
+        backend: SglangBackend,
         settings: FleetSettings,
         clock: Clock,
         *,
@@ -57,7 +57,7 @@ class Endpoint:
         admit: Callable[[Endpoint, ModelInfo], None],
         on_change: Callable[[], None],
     ) -> None:
-        self.engine = engine
+        self.backend = backend
         self.state = EndpointState.WARMING_UP
         self.info: ModelInfo | None = None
         """As it was when it last came up; None before it ever did."""
@@ -94,11 +94,11 @@ class Endpoint:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
-        await self.engine.close()
+        await self.backend.close()
 
     @property
     def base_url(self) -> str:
-        return self.engine.base_url
+        return self.backend.base_url
 
     @property
     def is_up(self) -> bool:
@@ -107,7 +107,7 @@ class Endpoint:
     @property
     def weight_version(self) -> str:
         """As its generations reported last."""
-        known = self.engine.known_model or self.info
+        known = self.backend.known_model or self.info
         return known.weight_version if known is not None else ""
 
     @property
@@ -147,7 +147,7 @@ class Endpoint:
         before, own = self.state, self.in_flight
         try:
             info = None if self.is_up else await self._ask_model_info()
-            requests = await self.engine.ask_requests()
+            requests = await self.backend.ask_requests()
         except GenerationError as error:
             if self.state is before:
                 self._was_not_seen(error)
@@ -160,11 +160,11 @@ class Endpoint:
             self._look_after(self._wait_seconds())
 
     async def _ask_model_info(self) -> ModelInfo:
-        await self.engine.start()
+        await self.backend.start()
         if self.state is EndpointState.WARMING_UP:
-            info = await self.engine.model_info()
+            info = await self.backend.model_info()
         else:
-            info = await self.engine.refresh_model_info()
+            info = await self.backend.refresh_model_info()
         return await self._catch_up(self, info)
 
     def _was_seen(self, requests: int, own: int, info: ModelInfo | None) -> None:

@@ -139,10 +139,10 @@ class SglangFleet(FleetControl):
         )
 
     async def encode(self, text: str) -> list[int]:
-        return await self._ask_any(lambda engine: engine.encode(text))
+        return await self._ask_any(lambda backend: backend.encode(text))
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return await self._ask_any(lambda engine: engine.encode_chat(messages))
+        return await self._ask_any(lambda backend: backend.encode_chat(messages))
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See GenerationBackend. EngineUnavailableError carries tokens that were received as `partial`."""
@@ -173,14 +173,14 @@ class SglangFleet(FleetControl):
             return
         flight.abort_requested = True
         flight.cut()
-        # An engine that has not got the rid does nothing.
-        await asyncio.gather(*(endpoint.engine.abort(rid) for endpoint in self._endpoints))
+        # A backend that has not got the rid does nothing.
+        await asyncio.gather(*(endpoint.backend.abort(rid) for endpoint in self._endpoints))
 
     # -- one generation
 
     async def _generate_at(self, endpoint: Endpoint, request: GenerationRequest, flight: Flight) -> Generation:
         try:
-            generation = await endpoint.engine.generate(request)
+            generation = await endpoint.backend.generate(request)
         except EngineUnavailableError as error:
             if not flight.was_cut:
                 endpoint.failed(str(error))
@@ -244,7 +244,7 @@ class SglangFleet(FleetControl):
         up = [endpoint for endpoint in self._endpoints if endpoint.is_up]
         for endpoint in sorted(up, key=lambda each: (each.is_silent, each.load)):
             try:
-                return await question(endpoint.engine)
+                return await question(endpoint.backend)
             except EngineUnavailableError as error:
                 failure = error
         assert failure is not None

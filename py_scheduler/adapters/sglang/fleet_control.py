@@ -38,7 +38,7 @@ class FleetControl:
         was_paused, self._is_paused = self._is_paused, True
         self._to_resume.update(each for each in self._endpoints if each.is_up)
         try:
-            await self._tell(lambda engine: engine.pause(mode))
+            await self._tell(lambda backend: backend.pause(mode))
         except GenerationError:
             if not was_paused:
                 await self._undo_pause()
@@ -48,7 +48,7 @@ class FleetControl:
         """Those that obeyed go on now or, where that fails too, before they are up again."""
         self._is_paused = False
         endpoints = [each for each in self._to_resume if each.is_up]
-        answers = await asyncio.gather(*(each.engine.resume() for each in endpoints), return_exceptions=True)
+        answers = await asyncio.gather(*(each.backend.resume() for each in endpoints), return_exceptions=True)
         for endpoint, answer in zip(endpoints, answers, strict=True):
             if answer is None:
                 self._to_resume.discard(endpoint)
@@ -59,7 +59,7 @@ class FleetControl:
         """Also when no endpoint obeys, or is up: none comes up again that has not been told."""
         self._is_paused = False
         try:
-            self._to_resume -= await self._tell(lambda engine: engine.resume())
+            self._to_resume -= await self._tell(lambda backend: backend.resume())
         except EngineUnavailableError as error:
             logger.warning("the end of the pause reached no endpoint yet: %s", error)
 
@@ -67,7 +67,7 @@ class FleetControl:
         # Before it is told: whoever comes up meanwhile is held to it.
         before, self._update = self._update, update
         try:
-            await self._tell(lambda engine: engine.update_weights(update))
+            await self._tell(lambda backend: backend.update_weights(update))
         except EngineRejectedError:
             self._update = before
             raise
@@ -79,7 +79,7 @@ class FleetControl:
 
     async def weight_version(self) -> str:
         """As those say that answer; empty when they differ. Raises EngineUnavailableError when none does."""
-        asked = (each.engine.weight_version() for each in self._up())
+        asked = (each.backend.weight_version() for each in self._up())
         answers = await asyncio.gather(*asked, return_exceptions=True)
         versions = {answer for answer in answers if isinstance(answer, str)}
         for answer in answers:
@@ -89,12 +89,12 @@ class FleetControl:
 
     async def _catch_up(self, endpoint: Endpoint, info: ModelInfo) -> ModelInfo:
         """Gives one that is about to come up what it missed. Raises GenerationError when that fails."""
-        engine, update = endpoint.engine, self._update
+        backend, update = endpoint.backend, self._update
         if update is not None and self._misses_update(info):
-            await engine.update_weights(update)
-            info = await engine.refresh_model_info()
+            await backend.update_weights(update)
+            info = await backend.refresh_model_info()
         if self._misses_resume(endpoint):
-            await engine.resume()
+            await backend.resume()
             self._to_resume.discard(endpoint)
         return info
 
@@ -107,7 +107,7 @@ class FleetControl:
     async def _tell(self, order: Callable[[SglangBackend], Awaitable[None]]) -> set[Endpoint]:
         """Those that obeyed. Raises EngineUnavailableError when none did, EngineRejectedError when one refused."""
         endpoints = self._up()
-        answers = await asyncio.gather(*(order(each.engine) for each in endpoints), return_exceptions=True)
+        answers = await asyncio.gather(*(order(each.backend) for each in endpoints), return_exceptions=True)
         failures = [answer for answer in answers if answer is not None]
         for endpoint, answer in zip(endpoints, answers, strict=True):
             if isinstance(answer, EngineUnavailableError):

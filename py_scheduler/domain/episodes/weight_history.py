@@ -1,4 +1,4 @@
-"""Which weights an engine has had, as far as that was noticed (design word: weight epoch).
+"""Which weights a backend has had, as far as that was noticed (design word: weight epoch).
 
 Invariants: `epoch` never falls, and rises by one with every change. A version that was seen before is a change only
 when an update confirms it: answers arrive late and out of order.

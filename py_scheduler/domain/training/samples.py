@@ -63,7 +63,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.source_mask(TEACHER)
 
     def source_mask(self, source: str) -> NDArray[np.uint8]:
-        """Shape (tokens,): 1 on the tokens of one source (an engine role, or "environment")."""
+        """Shape (tokens,): 1 on the tokens of one source (a backend role, or "environment")."""
         mask = np.zeros(len(self.trajectory), dtype=np.uint8)
         for turn in self.trajectory.turns:
             if turn.source == source:

@@ -2,9 +2,9 @@
 
 Invariants
 
-- A generation is at its engine, or it is held in the queue of its role. While a role is paused none begins, and when a
+- A generation is at its backend, or it is held in the queue of its role. While a role is paused none begins, and when a
   pause or a place ends, those that were held longest begin first.
-- Roles that rest on one engine are paused together and share its weights.
+- Roles that rest on one backend are paused together and share its weights.
 - Which weights there are, the gateway only notices: what changes `weight_epoch` its WeightLog decides (see
   `domain.episodes.weight_history`).
 - The clock of an attempt's phase stands still from the pause, or from the generation's begin in it, to the resume.
@@ -47,26 +47,26 @@ AnswerT = TypeVar("AnswerT")
 
 
 class GenerationGateway:
-    """Over the engines by role. limits: how many generations of a role may run at once; absent: any number.
+    """Over the backends by role. limits: how many generations of a role may run at once; absent: any number.
 
     log: where changes of weights are written down; None: nowhere.
     """
 
     def __init__(
         self,
-        engines: Mapping[str, GenerationBackend],
+        backends: Mapping[str, GenerationBackend],
         limits: Mapping[str, int] | None = None,
         log: WeightLog | None = None,
     ) -> None:
         log = log or ForgetfulWeightLog()
-        bases = {name: _base_of(engine) for name, engine in engines.items()}
+        bases = {name: _base_of(backend) for name, backend in backends.items()}
         weights = {
             id(base): BackendWeights(base, tuple([name for name in bases if bases[name] is base]), log)
             for base in bases.values()
         }
         self._roles = {
-            name: Role(name, engine, weights[id(bases[name])], (limits or {}).get(name))
-            for name, engine in engines.items()
+            name: Role(name, backend, weights[id(bases[name])], (limits or {}).get(name))
+            for name, backend in backends.items()
         }
         self._calls: dict[str, Call] = {}
 
@@ -77,25 +77,25 @@ class GenerationGateway:
 
     @property
     def any_is_up(self) -> bool:
-        """Whether there is an engine that is not known to be gone."""
-        engines = {id(role.weights): role.weights.engine for role in self._roles.values()}.values()
-        return any(not isinstance(engine, ProbedBackend) or engine.is_up for engine in engines)
+        """Whether there is a backend that is not known to be gone."""
+        backends = {id(role.weights): role.weights.backend for role in self._roles.values()}.values()
+        return any(not isinstance(backend, ProbedBackend) or backend.is_up for backend in backends)
 
-    def engine(self, role: str) -> GenerationBackend:
+    def backend(self, role: str) -> GenerationBackend:
         """For what needs no turn: encoding, and what the model is. Raises FailedPreconditionError."""
         found = self._roles.get(role)
         if found is None:
             raise FailedPreconditionError(
                 f"no generation engine has the role {role!r} (configured: {self._known()}): add [generation.{role}]"
             )
-        return found.engine
+        return found.backend
 
     def weights(self, role: str) -> WeightHistory:
         """Which weights a role has had. Raises NotFoundError."""
         return self._known_role(role).weights.history
 
     def have_same_weights(self, *roles: str) -> bool:
-        """Whether these roles rest on one engine."""
+        """Whether these roles rest on one backend."""
         return len({id(self._known_role(role).weights) for role in roles}) == 1
 
     async def generate(
@@ -104,10 +104,10 @@ class GenerationGateway:
         """Generates when its turn comes. What a pause aborts is done again after it: from the tokens that were made and
         with what they leave of the budget (`resumes`), or anew.
 
-        A finish reason ABORT means that `abort` ended it, or somebody else at the engine. Raises what the engine
-        raises, FailedPreconditionError for a role without engine, EngineRejectedError for a rid that is in use.
+        A finish reason ABORT means that `abort` ended it, or somebody else at the backend. Raises what the backend
+        raises, FailedPreconditionError for a role without backend, EngineRejectedError for a rid that is in use.
         """
-        self.engine(role)
+        self.backend(role)
         if request.rid in self._calls:
             raise EngineRejectedError(f"rid {request.rid!r} is in use: give every generation a rid of its own")
         call = self._calls[request.rid] = Call(self._roles[role], clock)
@@ -126,7 +126,7 @@ class GenerationGateway:
         while role.entered(call) or await role.waited(call):
             try:
                 call.is_at_engine, call.was_paused = True, False
-                generation = await role.engine.generate(rest)
+                generation = await role.backend.generate(rest)
             except GenerationError as error:
                 if isinstance(error.partial, Generation):
                     role.weights.observe(error.partial.weight_spans)
@@ -140,7 +140,7 @@ class GenerationGateway:
             role.weights.observe(generation.weight_spans)
             if generation.finish_reason is not FinishReason.ABORT or not call.was_paused or call.stop_asked:
                 return joined(made, generation)
-            budget = await _budget(role.engine, request) if resumes else None
+            budget = await _budget(role.backend, request) if resumes else None
             if budget is not None:
                 made = joined(made, generation)
                 if len(made.token_ids) >= budget:
@@ -155,16 +155,16 @@ class GenerationGateway:
             return
         call.stop_asked = True
         if call.is_at_engine:
-            await call.role.engine.abort(rid)
+            await call.role.backend.abort(rid)
         else:
             call.role.withdraw(call)
 
     # Control
 
     async def pause(self, role: str, mode: PauseMode) -> GenerationState:
-        """Holds new generations, then pauses the engine.
+        """Holds new generations, then pauses the backend.
 
-        Raises NotFoundError for an unknown role, FailedPreconditionError for an engine that cannot be paused or is
+        Raises NotFoundError for an unknown role, FailedPreconditionError for a backend that cannot be paused or is
         paused in another mode, GenerationError; then nothing is held that was not before.
         """
         weights, control = self._controlled(role)
@@ -183,7 +183,7 @@ class GenerationGateway:
         return await self._known_state(self._roles[role])
 
     async def resume(self, role: str) -> GenerationState:
-        """Lets the engine go on, paused or not, then what was held. Raises as `pause` does; all stays held then."""
+        """Lets the backend go on, paused or not, then what was held. Raises as `pause` does; all stays held then."""
         weights, control = self._controlled(role)
         async with weights.changing:
             await _asked(control.resume(), role, "continue")
@@ -208,8 +208,8 @@ class GenerationGateway:
         return await self._known_state(self._roles[role])
 
     async def states(self, *roles: str) -> list[GenerationState]:
-        """Of these roles, or of all. Looks at their engines: so a change of weights that nobody has told of is noticed,
-        also while nothing is generated. Raises NotFoundError.
+        """Of these roles, or of all. Looks at their backends: so a change of weights that nobody has told of is
+        noticed, also while nothing is generated. Raises NotFoundError.
         """
         known = [self._known_role(name) for name in roles or self._roles]
         for weights in {id(role.weights): role.weights for role in known}.values():
@@ -220,7 +220,7 @@ class GenerationGateway:
         weights = role.weights
         if not weights.was_heard:
             try:
-                weights.saw((await weights.engine.model_info()).weight_version)
+                weights.saw((await weights.backend.model_info()).weight_version)
             except GenerationError as error:
                 logger.warning("the engine in role %s does not say what it serves: %s", role.name, error)
         return GenerationState(
@@ -253,12 +253,12 @@ class GenerationGateway:
 
     def _controlled(self, name: str) -> tuple[BackendWeights, GenerationControl]:
         weights = self._known_role(name).weights
-        if not isinstance(weights.engine, GenerationControl):
+        if not isinstance(weights.backend, GenerationControl):
             raise FailedPreconditionError(
                 f"the engine in role {name!r} can be neither paused nor given other weights: serve its model with "
                 'SGLang, and set kind = "sglang"'
             )
-        return weights, weights.engine
+        return weights, weights.backend
 
     def _known_role(self, name: str) -> Role:
         role = self._roles.get(name)
@@ -271,32 +271,32 @@ class GenerationGateway:
 
 
 async def _look_at(weights: BackendWeights) -> None:
-    """Asks the engine which weights it has, if it can say. One that does not answer in time has told nothing."""
-    if not isinstance(weights.engine, GenerationControl):
+    """Asks the backend which weights it has, if it can say. One that does not answer in time has told nothing."""
+    if not isinstance(weights.backend, GenerationControl):
         return
     try:
         async with asyncio.timeout(_LOOK_SECONDS):
-            weights.saw(await weights.engine.weight_version())
+            weights.saw(await weights.backend.weight_version())
     except (GenerationError, TimeoutError) as error:
         logger.warning("an engine does not say which weights it has: %r", error)
 
 
-def _base_of(engine: GenerationBackend) -> GenerationBackend:
-    """The engine that has the weights."""
-    while isinstance(engine, DerivedBackend):
-        engine = engine.base
-    return engine
+def _base_of(backend: GenerationBackend) -> GenerationBackend:
+    """The backend that has the weights."""
+    while isinstance(backend, DerivedBackend):
+        backend = backend.base
+    return backend
 
 
-async def _budget(engine: GenerationBackend, request: GenerationRequest) -> int | None:
+async def _budget(backend: GenerationBackend, request: GenerationRequest) -> int | None:
     """How many new tokens a request gets in all; None when nobody knows."""
     if request.sampling.max_new_tokens is not None:
         return request.sampling.max_new_tokens
-    return (await engine.model_info()).default_max_new_tokens
+    return (await backend.model_info()).default_max_new_tokens
 
 
 async def _asked(answer: Awaitable[AnswerT], role: str, what: str) -> AnswerT:
-    """What the engine answered. Its address is none of a client's business; the log has it."""
+    """What the backend answered. Its address is none of a client's business; the log has it."""
     try:
         return await answer
     except EngineUnavailableError as error:

@@ -12,7 +12,7 @@ NOTHING = Generation(token_ids=[], log_probs=[], text="", finish_reason=FinishRe
 def rest_of(request: GenerationRequest, made: Generation, budget: int) -> GenerationRequest:
     """The request that continues `made`, with what is left of `budget` new tokens in all.
 
-    A stop string that would begin in `made` is not seen, and penalties count `made` as part of the prompt: the engine
+    A stop string that would begin in `made` is not seen, and penalties count `made` as part of the prompt: the backend
     knows it no other way.
     """
     count = len(made.token_ids)

@@ -1,6 +1,6 @@
-"""The queue in front of a role's engine.
+"""The queue in front of a role's backend.
 
-Invariants: a call is at its engine with a place, or awoken with a place, or waiting without one. Those that waited
+Invariants: a call is at its backend with a place, or awoken with a place, or waiting without one. Those that waited
 longest are woken first. While the role is paused none begins: what was woken and has not had its turn waits on.
 """
 
@@ -24,7 +24,7 @@ class StoppableClock(Protocol):
 
 
 class Call:
-    """One `generate`. woken: while it is held; True: it may begin. was_paused: a pause aborted it at its engine."""
+    """One `generate`. woken: while it is held; True: it may begin. was_paused: a pause aborted it at its backend."""
 
     __slots__ = ("clock", "is_at_engine", "role", "stop_asked", "was_paused", "woken")
 
@@ -41,16 +41,16 @@ class Call:
 
 
 class Role:
-    """The queue in front of an engine. limit: generations at once, None for no limit.
+    """The queue in front of a backend. limit: generations at once, None for no limit.
 
     awoken: those that have a place and not had their turn since, in order.
     """
 
-    __slots__ = ("awoken", "engine", "limit", "name", "running", "waiting", "weights")
+    __slots__ = ("awoken", "backend", "limit", "name", "running", "waiting", "weights")
 
-    def __init__(self, name: str, engine: GenerationBackend, weights: BackendWeights, limit: int | None) -> None:
+    def __init__(self, name: str, backend: GenerationBackend, weights: BackendWeights, limit: int | None) -> None:
         self.name = name
-        self.engine = engine
+        self.backend = backend
         self.weights = weights
         self.limit = limit
         self.running = 0

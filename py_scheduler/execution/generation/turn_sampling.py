@@ -23,7 +23,7 @@ async def turn_sampling(
 ) -> SamplingParams:
     """The sampling of a turn behind `context_len` tokens, cut to what `max_context_len` leaves.
 
-    Where nobody names a budget it is what the model's context leaves too, or the engine's default if that is less:
+    Where nobody names a budget it is what the model's context leaves too, or the backend's default if that is less:
     only a prompt that leaves nothing, or a budget that somebody asked for, can be too long.
     Raises ContextOverflowError.
     """
@@ -43,8 +43,8 @@ async def turn_sampling(
 
 
 async def _unnamed_budget(gateway: GenerationGateway, role: str, context_len: int, room: int | None) -> int | None:
-    """room: what `max_context_len` leaves; None without one. None when the engine's default is not known."""
-    info = await gateway.engine(role).model_info()
+    """room: what `max_context_len` leaves; None without one. None when the backend's default is not known."""
+    info = await gateway.backend(role).model_info()
     wanted = info.default_max_new_tokens if room is None else room
     if wanted is None:
         return None

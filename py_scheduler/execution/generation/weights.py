@@ -1,4 +1,4 @@
-"""An engine's weights and pause, whichever roles it is asked in."""
+"""A backend's weights and pause, whichever roles it is asked in."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class WeightLog(Protocol):
-    """Where changes of weights become facts. `roles` are always all those that rest on one engine."""
+    """Where changes of weights become facts. `roles` are always all those that rest on one backend."""
 
     def history(self, roles: tuple[str, ...]) -> WeightHistory: ...
 
     def has(self, roles: tuple[str, ...], version: str, *, is_confirmed: bool) -> None:
-        """The engine has these weights, which may be no news. is_confirmed: an update is known to have loaded them."""
+        """The backend has these weights, which may be no news. is_confirmed: an update is known to have loaded them."""
         ...
 
     async def committed(self) -> None:
@@ -47,14 +47,14 @@ class ForgetfulWeightLog:
 
 
 class BackendWeights:
-    """confirmed: the last update that the engine is known to have loaded; None when the last try did not end well.
+    """confirmed: the last update that the backend is known to have loaded; None when the last try did not end well.
 
     changing: held by whoever pauses, resumes or updates. was_heard: whether it has itself said, since the start,
     which weights it has: what is known of before a restart may be over.
     """
 
-    def __init__(self, engine: GenerationBackend, roles: tuple[str, ...], log: WeightLog) -> None:
-        self.engine = engine
+    def __init__(self, backend: GenerationBackend, roles: tuple[str, ...], log: WeightLog) -> None:
+        self.backend = backend
         self.pause_mode: PauseMode | None = None
         self.confirmed: WeightUpdate | None = None
         self.changing = asyncio.Lock()
@@ -72,7 +72,7 @@ class BackendWeights:
             self.saw(span.version)
 
     def saw(self, version: str) -> None:
-        """A version that the engine names as its own; empty: it names none."""
+        """A version that the backend names as its own; empty: it names none."""
         if version:
             self.was_heard = True
             self.log.has(self._roles, version, is_confirmed=False)

@@ -189,7 +189,7 @@ async def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
         await here.model.step(BUDGET)
         agent.tool.set()
         await settle()
-        teacher = here.harness.engine.generation.engine(TEACHER)
+        teacher = here.harness.engine.generation.backend(TEACHER)
         assert isinstance(teacher, ControlledModel)
         await teacher.step(BUDGET)
         (sample,) = await here.harness.samples(reply)

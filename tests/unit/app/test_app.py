@@ -82,10 +82,10 @@ class StartingBackend:
         self._diary.append(f"{self._name} closed")
 
 
-def parts_of(**engines: StartingBackend) -> app.Parts:
+def parts_of(**backends: StartingBackend) -> app.Parts:
     nothing = cast("Any", None)
     return app.Parts(
-        engines=cast("dict[str, GenerationBackend]", engines),
+        backends=cast("dict[str, GenerationBackend]", backends),
         scheduler=nothing,
         steps=nothing,
         step_service=nothing,
@@ -95,7 +95,7 @@ def parts_of(**engines: StartingBackend) -> app.Parts:
 
 async def start(parts: app.Parts, stop: asyncio.Event) -> bool:
     async with AsyncExitStack() as stack:
-        return await app.start_engines(parts, stack, stop)
+        return await app.start_backends(parts, stack, stop)
 
 
 async def test_engines_are_started_together_and_closed_after(caplog: pytest.LogCaptureFixture) -> None:
