@@ -16,48 +16,51 @@ DEFAULT_COLLECT_SECONDS = 3_600.0
 class CollectRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Waits for results of a submission, named by its batch_id (the latest one under it) or its submission_id.
 
-    request_id: the same id gives the same set again until it is acknowledged.
-    min_num: finished tasks to wait for; None: all. What is there beyond them is handed out too, up to `max_num`.
-    timeout_seconds: how long to wait at most; 0 does not wait.
-    wait_after_min_seconds: how long after `min_num` more may come; None: as the server is set.
-    clear_unfinished: stop what is not finished when the call returns. After the timeout, and only then, the runners
-    that were at it are restarted. Without it the rest goes on, and a later call gets it.
-    include_partial: of tasks that are stopped by this, those with samples that succeeded give a result of these.
-    with_payloads: whether results carry samples and payloads; without, they are handed out all the same.
+    An example: of 64 tasks, min_num 48 with wait_after_min_seconds 10 waits until 48 are finished and 10 s more. If 55
+    are finished by then, these are handed out and the other 9 stopped.
     """
 
     request_id: str
+    """The same id gives the same set again until it is acknowledged."""
     batch_id: BatchId | None = None
     submission_id: str = ""
     namespace: str = DEFAULT_NAMESPACE
     min_num: int | None = None
+    """Finished tasks to wait for; None: all."""
     max_num: int | None = None
+    """Results to hand out at most; None: all that are there."""
     timeout_seconds: float = DEFAULT_COLLECT_SECONDS
+    """How long to wait at most; 0 does not wait."""
     wait_after_min_seconds: float | None = None
+    """How long more may come once `min_num` are there; None: as the server is set."""
     clear_unfinished: bool = True
+    """Stop what is not finished when the call returns. After the timeout, and only then, the runners that were at it
+    are restarted. Without it the rest goes on, and a later call gets it.
+    """
     include_partial: bool = False
+    """Tasks that this call stops leave a result of the samples that had succeeded, if any had."""
     with_payloads: bool = True
+    """Whether results carry samples and payloads; without them they are handed out all the same."""
 
 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What became of one task.
-
-    succeeded_samples: of the `planned_samples` that it was to have. metrics: see `domain.values.metrics`.
-    message: why not all of them did; empty when they did. samples: every sample's record, in the order of sample_no;
-    of a task that was stopped those that were final by then. payloads: one of each SubTask that made one, in the order
-    they ended.
-    """
+    """What became of one task."""
 
     task_id: str
     client_key: str
     state: TaskState
     succeeded_samples: int
+    """Of the planned ones."""
     planned_samples: int
     is_eval: bool = False
     message: str = ""
+    """Why not all samples succeeded; empty when they did."""
     metrics: dict[str, float] = {}
+    """See `domain.values.metrics`."""
     samples: tuple[SampleDone, ...] = ()
+    """Every sample's record, in the order of sample_no; of a task that was stopped those that were final by then."""
     payloads: tuple[bytes, ...] = ()
+    """One of each SubTask that made one, in the order in which they ended."""
 
     @property
     def ok(self) -> bool:
@@ -66,30 +69,29 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class UnfinishedTask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A task that a collect did not wait for: it goes on, or was stopped without a result.
-
-    succeeded_samples: until then.
-    """
+    """A task that a collect did not wait for: it goes on, or was stopped without a result."""
 
     task_id: str
     client_key: str
     succeeded_samples: int
+    """Until then."""
     planned_samples: int
     is_stopped: bool
     reason: str
 
 
 class CollectReply(msgspec.Struct, frozen=True, kw_only=True):
-    """results: in the order in which the tasks ended. unfinished: in the order of submission.
-
-    is_timed_out: whether the call waited in vain for what it asked for. warnings: what was not done as asked.
-    """
+    """What one collect was handed."""
 
     submission_id: str = ""
     results: tuple[TaskResult, ...] = ()
+    """In the order in which the tasks ended."""
     unfinished: tuple[UnfinishedTask, ...] = ()
+    """In the order of submission."""
     is_timed_out: bool = False
+    """Whether the call waited in vain for what it asked for."""
     warnings: tuple[str, ...] = ()
+    """What was not done as asked."""
 
     @property
     def payloads(self) -> list[bytes]:

@@ -46,12 +46,14 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SubmitReply(msgspec.Struct, frozen=True, kw_only=True):
-    """task_ids stand in the order of the request's tasks; a watch after `before_sequence` sees all of their events."""
+    """What a submit is told, and told again when it is sent again."""
 
     submission_id: str
     task_ids: tuple[str, ...]
+    """In the order of the request's tasks."""
     warnings: tuple[str, ...]
     before_sequence: int
+    """A watch after it sees all events of these tasks."""
 
 
 class SubmissionSelector(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,32 +65,31 @@ class SubmissionSelector(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Stops a submission, or those of its tasks that are named.
-
-    request_id: the same id with the same content stops nothing that came after the first call; empty: it stops what it
-    finds.
-    wait: answer when the work has stopped; at most `timeout_seconds`, None for as long as it takes.
-    keep_partial: of tasks whose results are collected, whether those with samples that succeeded leave a result.
-    restart_runners: whether the runners that were at them are replaced before they take other work.
-    """
+    """Stops a submission, or those of its tasks that are named."""
 
     selector: SubmissionSelector
     request_id: str = ""
+    """The same id with the same content stops nothing that came after the first call. Empty: it stops what it finds."""
     task_ids: tuple[str, ...] = ()
+    """Empty: the whole submission."""
     reason: str = ""
     wait: bool = False
+    """Answer when the work has stopped."""
     timeout_seconds: float | None = None
+    """How long to wait for that at most; None: as long as it takes."""
     keep_partial: bool = False
+    """Tasks whose results are collected leave one of the samples that had succeeded, if any had."""
     restart_runners: bool = False
+    """Replace the runners that were at these tasks before they take other work."""
 
 
 class AbortReply(msgspec.Struct, frozen=True, kw_only=True):
-    """aborted_tasks: how many this call, or the first under its request_id, asked to stop; still_stopping: those whose
-    work has not been seen to stop.
-    """
+    """What an abort came to."""
 
     aborted_tasks: int
+    """How many tasks this call, or the first under its request_id, asked to stop."""
     still_stopping: tuple[str, ...]
+    """Tasks whose work has not been seen to stop."""
 
 
 class WaitingBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,12 +102,7 @@ class WaitingBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SubmissionView(msgspec.Struct, frozen=True, kw_only=True):
-    """How a submission stands: attempts now in each live state, tasks by how they ended, and what waits.
-
-    scheduled_tasks: all that were submitted. collectable_tasks: results that wait to be collected.
-    unacknowledged_tasks: results that were handed out and not acknowledged. kept_bytes: of both, about.
-    has_step: whether anything waits, runs or is to be collected.
-    """
+    """How a submission stands: attempts now in each live state, tasks by how they ended, and what waits."""
 
     submission_id: str
     key: SubmissionKey
@@ -120,12 +116,17 @@ class SubmissionView(msgspec.Struct, frozen=True, kw_only=True):
     aborted_tasks: int
     waiting: tuple[WaitingBatch, ...]
     scheduled_tasks: int = 0
+    """All that were submitted since its results were last discarded."""
     collectable_tasks: int = 0
+    """Results that wait to be collected."""
     unacknowledged_tasks: int = 0
+    """Results that were handed out and not acknowledged."""
     kept_bytes: int = 0
+    """Of both, about."""
 
     @property
     def has_step(self) -> bool:
+        """Whether anything waits, runs or is to be collected."""
         return self.open_tasks > 0 or self.collectable_tasks > 0
 
 
@@ -185,19 +186,18 @@ class GenerationBackendView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """Supply of one node and what is free of it; free_gpus stands in the order of gpu_ids.
-
-    named, free_named: of each named resource.
-    """
+    """Supply of one node and what is free of it."""
 
     node_ip: str
     gpu_ids: tuple[int, ...]
     cpu: float
     memory_gb: float
     free_gpus: tuple[float, ...]
+    """In the order of `gpu_ids`."""
     free_cpu: float
     free_memory_gb: float
     named: dict[str, int] = {}
+    """Of each named resource."""
     free_named: dict[str, int] = {}
     labels: dict[str, str] = {}
 

@@ -11,49 +11,62 @@ from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """max_running_samples: resident workers at most, whatever the pool could hold.
-    max_running_generations: by role, how many generations are at its engine at once; others wait here, in order.
-    Roles that are not named have no limit.
-    staleness: by namespace, how far its training may run ahead of the weights; a namespace that is not named may as far
-    as it likes. Evals always may.
-    max_queued_tasks, max_queued_samples: open tasks and their samples at most; submits beyond are refused for now.
-    max_bypass: how often later batches may be admitted past a blocked one.
-    eval_weight: how much evals get of the room when training waits too, which counts 1. 0: only what training leaves;
-    "by_batch_id": no sharing, evals stand in the order of their batch ids like everything else.
-    max_wait_seconds: what has waited this long goes first, whatever its batch id; None: nothing is promoted.
-    stop_grace_seconds: how long a stopped handler may take before its worker is given up.
-    retry_backoff_seconds, max_retry_backoff_seconds: how long an attempt waits after one whose worker was lost, or
-    whose connection or sandbox failed: about the first, twice as long each further time, at most the second. 0: not.
-    dynamic_timeout: for tasks that ask for it; None: switched off.
-    wait_after_min_seconds: how long a collect waits for more than the least that it asked for, unless it says.
-    max_kept_bytes: results that wait to be collected or acknowledged; tasks to be collected are refused beyond.
-    retained_events, retained_bytes: what the journal keeps at most for watchers that come back.
-    retained_submissions: finished submissions whose request ids and counts are remembered.
-    has_fixed_nodes: whether the pool has all nodes that it will ever have, so that what they cannot hold is refused at
-    once; without it that waits, and says why.
-    workdir_root: where the folders of episodes are made and removed; None: where the system keeps temporary files.
-    max_pending_leases: outside claims that wait for room at most; more are refused for now.
-    retained_leases: ended outside claims, and releases of theirs, whose request ids are remembered.
-    """
+    """One engine's. Times are in seconds."""
 
     max_running_samples: int = 4096
+    """Samples that run at once at most, whatever the pool could hold."""
     max_running_generations: dict[str, int] = {}
+    """By role, how many generations are at its backend at once; others wait here, in order. A role that is not named
+    has no limit.
+    """
     staleness: dict[str, StalenessSettings] = {}
+    """By namespace, how far its training may run ahead of the weights. A namespace that is not named may run ahead as
+    far as it likes, and evals always may.
+    """
     max_queued_tasks: int = 1_000_000
+    """Open tasks at most; a submit that would make them more is refused for now."""
     max_queued_samples: int = 2_000_000
+    """Planned samples of open tasks at most, as with `max_queued_tasks`."""
     max_bypass: int = 64
+    """How often batches behind a batch may be admitted before it, with room that it could have used. After that they
+    wait with it.
+    """
     eval_weight: float | Literal["by_batch_id"] = 1.0
+    """What evals weigh where training, which weighs 1, waits for the same room. At 1 each gets half, at 3 evals get
+    three quarters, at 0 only what training leaves. "by_batch_id": nothing is shared, and evals stand in the order of
+    their batch ids like everything else.
+    """
     max_wait_seconds: float | None = None
+    """What has waited this long goes first, whatever its batch id. None: nothing is promoted."""
     stop_grace_seconds: float = 5.0
+    """How long a stopped handler may take to come back before its runner is killed, or its worker given up."""
     retry_backoff_seconds: float = 0.1
+    """How long the next attempt waits after one whose worker was lost, or whose connection or sandbox failed. It
+    doubles with each further failure of the same sub-task: at most 0.1, 0.2, 0.4 s, and at least half of that. 0: it
+    does not wait.
+    """
     max_retry_backoff_seconds: float = 10.0
+    """The longest that such a wait becomes."""
     dynamic_timeout: DynamicTimeoutSettings | None = None
+    """For tasks that ask for it; None: they have the timeout that they name."""
     wait_after_min_seconds: float = 30.0
+    """How long a collect that has its `min_num` waits for more, unless it says so itself."""
     max_kept_bytes: int = 8 << 30
+    """Of results that wait to be collected or acknowledged. While they take more, tasks to be collected are refused."""
     retained_events: int = 1_000_000
+    """What the journal keeps at most for watchers that come back."""
     retained_bytes: int = 1 << 30
+    """As `retained_events`, in bytes; the stricter one holds."""
     retained_submissions: int = 10_000
+    """Finished submissions whose request ids and counts are remembered."""
     has_fixed_nodes: bool = True
+    """Whether no node is ever added to the pool. Then what its nodes cannot hold is refused at once; a batch that was
+    accepted on more nodes wants no more than is left; and what no node can hold ends FAILED. Where nodes come and go
+    all of these wait, and say for what.
+    """
     workdir_root: str | None = None
+    """Where the folders of episodes are made and removed. None: where the system keeps temporary files."""
     max_pending_leases: int = 1_000
+    """Leases for schedulers outside that wait for room; more are refused for now."""
     retained_leases: int = 10_000
+    """Ended leases, and releases of theirs, whose request ids are remembered."""

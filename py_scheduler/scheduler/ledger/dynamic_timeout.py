@@ -10,23 +10,27 @@ import msgspec
 
 
 class DynamicTimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """ratio: of the mean running time. warmup_min_steps: training steps that must have been completed before."""
+    """How attempts are timed out whose tasks ask for it. At a ratio of 3, sub-tasks that took 20 s on the mean leave 60 s
+    to the next attempt.
+    """
 
     ratio: float = 3.0
+    """An attempt may take this many times the mean running time of a finished sub-task."""
     warmup_min_steps: int = 1
+    """Training steps that must have been completed before; until then the task's own timeout holds."""
 
 
 class TrainingHistory(msgspec.Struct, gc=False):
-    """What training came to so far; evals do not count. Changed by `Ledger.apply` alone.
-
-    finished_subtasks, finished_tasks: those that ended by themselves, well or not. running_seconds: of all attempts at
-    those sub-tasks. completed_steps: submissions that were collected whole.
-    """
+    """What training came to so far; evals do not count. Changed by `Ledger.apply` alone."""
 
     finished_subtasks: int = 0
+    """Those that ended by themselves, well or not."""
     finished_tasks: int = 0
+    """As with sub-tasks."""
     running_seconds: float = 0.0
+    """Of all attempts at the finished sub-tasks."""
     completed_steps: int = 0
+    """Submissions that were collected whole."""
 
 
 def dynamic_timeout(

@@ -1,16 +1,18 @@
 """How far generation may run ahead of training: the rule alone.
 
-A sample that is trained on by the n-th update after its oldest token was generated is n - 1 changes of weights behind.
-So what is generated at one moment may be as much as max_staleness + 1 updates train on: that of the update that comes
-next, and max_staleness more.
+A sample that the n-th update after its oldest token trains on is n - 1 changes of weights behind. So at any moment
+there may be as many samples as max_staleness + 1 updates use up: those of the next update, and of max_staleness more.
 
     admit while accepted + running < (max_staleness + 1 + epoch - epoch_at_resume) * step_size
 
+An example: with max_staleness 1 and a step_size of 256, 512 samples are admitted at first. The first update changes the
+weights, and 256 more are admitted; without it the 513th sample waits.
+
 Words: `accepted` are the samples that ended since the resume and can be trained on (`SampleDone.is_trainable`);
-`running` those that were let through and have not ended. The resume is the last moment at which nothing accepted was
-left to train on: the first event of the store, a change of weights by which the updates have used up what was accepted,
-or when the trainer says so. Without that an update for which nothing was accepted would be credit for ever, and a
-trainer that resumes at version 100 would be sent a hundred steps at once.
+`running` are those that were let through and have not ended. The resume is the last moment at which nothing accepted
+was left to train on: the first event of the store; a change of weights by which the updates have used up what was
+accepted; or when the trainer says so. Counting starts there, because an update for which nothing was accepted would be
+credit for ever: a trainer that resumes at version 100 would be sent a hundred steps at once.
 """
 
 from __future__ import annotations
@@ -21,13 +23,12 @@ import msgspec
 
 
 class StalenessSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one namespace's training. max_staleness: changes of weights that a sample may lie behind its update at most.
-
-    step_size: samples that one update uses up, those included that the trainer takes and drops.
-    """
+    """How far one namespace's training may run ahead."""
 
     max_staleness: Annotated[int, msgspec.Meta(ge=0)]
+    """Changes of weights that a sample may lie behind the update that trains on it. 0: on-policy."""
     step_size: Annotated[int, msgspec.Meta(ge=1)]
+    """Samples that one update uses up, those included that the trainer takes and drops."""
 
 
 class StalenessWindow(msgspec.Struct):
