@@ -27,16 +27,15 @@ _AMOUNTS = ("gpu", "cpu", "memory_gb")
 
 
 class BatchNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluator's demand.
-
-    budget: of one batch. per_sample: what a sample holds. max_batch_samples: the most samples of one batch, None when
-    the budget alone decides.
-    """
+    """One evaluator's demand."""
 
     evaluator_id: str
     budget: Resource
+    """What one batch may hold."""
     per_sample: Resource
+    """What one sample holds."""
     max_batch_samples: int | None = None
+    """The most samples of one batch; None: the budget alone decides."""
 
 
 class OneMoreNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,23 +49,27 @@ class OneMoreNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpecPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one evaluator gets of the empty cluster.
-
-    tokens_needed: by its largest batch; None when its budget holds no sample. tokens_possible, batches_at_once: None
-    without a limit. bounds_batch: what keeps the largest batch from being larger. limits: what keeps one batch more
-    out, with the number of nodes where that is short (0: no matter of nodes), the most frequent first.
-    one_more_node: None when nodes are not what it lacks.
-    problem: why it can never run, with the way out; empty when it can.
+    """What one evaluator gets of the empty cluster. With two nodes of 8 GPUs, and batches of 6 samples of one GPU each,
+    6 tokens are needed, 16 are possible, and 2 batches run at once.
     """
 
     evaluator_id: str
     tokens_needed: int | None
+    """By its largest batch; None when its budget holds no sample."""
     tokens_possible: int | None
+    """On all nodes; None without a limit."""
     batches_at_once: int | None
+    """None without a limit."""
     bounds_batch: tuple[str, ...]
+    """What keeps the largest batch from being larger."""
     limits: tuple[tuple[str, int], ...]
+    """What keeps one batch more out, and on how many nodes that is short (0: it is no matter of nodes). The most
+    frequent comes first.
+    """
     one_more_node: OneMoreNode | None
+    """None when it lacks no nodes."""
     problem: str = ""
+    """Why it can never run, with the way out; empty when it can."""
 
 
 def plan_spec(nodes: Sequence[NodeResource], need: BatchNeed, max_running_samples: int | None = None) -> SpecPlan:

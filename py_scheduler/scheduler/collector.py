@@ -1,11 +1,12 @@
 """Hands out kept results to whoever collects them.
 
 Invariants
-  1. What a call is told, it is told after the journal has it; the same request id is told the same until it is
-     acknowledged, also by a call that was waiting at the same time.
-  2. A wait ends by itself: when all is done, when enough is, or at its timeout. It never raises for that.
+  1. A call is told something only after the journal has it. The same request id is told the same until that is
+     acknowledged, also where two calls under it wait at the same time.
+  2. A wait ends by itself: when all tasks are done, when enough of them are, or at its timeout. It never raises for
+     that.
   3. A call that is given up before it was answered has handed out nothing. Sent again it tells what it had stopped by
-     then, and stops nothing besides; only the end of this process forgets that.
+     then, and stops nothing else. Only the end of this process forgets that.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""From a submit request to planned batches: everything that can be refused is refused here, before anything is
-written down.
+"""From a submit request to planned batches. Everything that can be refused is refused here, before anything is written
+down.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Intake:
-    """Validates, batches and guards. `specs` are the server's, the first of them stands in for an unknown task type."""
+    """Validates, batches and guards. `specs` are the server's; the first of them runs tasks of an unknown type."""
 
     def __init__(
         self, specs: Sequence[EvaluatorSpec], pool: PlacementPool | None, batching_strategy: BatchingStrategy

@@ -1,7 +1,7 @@
-"""Tells all who wait that something has changed, again and again.
+"""Tells everybody who waits that something has changed, again and again.
 
-Invariant: a ring wakes everybody who took `next_ring` before it. So who takes it first, and then looks whether what he
-waits for is so, misses nothing.
+Invariant: a ring wakes everybody who took `next_ring` before it. So whoever takes `next_ring` first, and only then
+looks at what he waits for, misses nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The state at start, from what the journal holds: take the snapshots, apply the events after them, then let what was
-under way begin again.
+"""Makes the state at start from what the journal holds: it takes the snapshots, applies the events after them, and lets
+what was under way begin again.
 
-Invariant: a restart makes no fact that the journal does not hold; what was running is interrupted by an event of its
+Invariant: a restart makes no fact that the journal does not hold. An attempt that was running ends by an event of its
 own.
 """
 
@@ -44,13 +44,14 @@ _READ_EVENTS = 512
 
 
 class FoldResult(msgspec.Struct):
-    """snapshots: the sequence of each, by name; 0 for what the state has no use for. bare: by task, where its samples
-    are that were read without their trajectories and are kept. limits: of staleness, by which the events were counted.
-    """
+    """What was found on the way."""
 
     snapshots: dict[str, int] = {}
+    """By name, the sequence of each; 0 for one that the state has no use for."""
     bare: dict[str, list[int]] = {}
+    """By task, the events whose samples are kept and were read without their trajectories."""
     limits: dict[str, StalenessSettings] = {}
+    """The limits of staleness by which the events were counted."""
 
     def missing(self, ledger: LedgerState) -> list[int]:
         """The events whose trajectories are wanted, in order."""

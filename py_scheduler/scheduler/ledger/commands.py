@@ -1,5 +1,5 @@
-"""What the ledger can be told. A command is a wish; the ledger answers with the events that it makes of it, maybe
-none.
+"""What the ledger can be told. A command is a wish: the ledger answers with the events that it makes of the wish, and
+these may be none.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What a command makes of the present state: command -> events. Looks, and changes nothing.
+"""What a command makes of the present state: command -> events. Decisions look at the state and change nothing.
 
-What an attempt's end comes to is said in `endings`, what becomes of kept results in `kept_results`.
+`endings` says what the end of an attempt comes to, `kept_results` what becomes of results that wait to be collected.
 
 Invariants
-  1. A command about an attempt that is over, or has given way to the next, makes no event (fencing).
+  1. A command about an attempt that is over, or has given way to the next, makes no event (fencing): once attempt 2 of
+     a SubTask is queued, a late report of attempt 1 changes nothing.
   2. A task that is to be stopped never starts an attempt again.
   3. A call that is sent again under its request id accepts nothing.
 """

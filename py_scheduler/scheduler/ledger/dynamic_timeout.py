@@ -1,5 +1,5 @@
-"""How long an attempt may take, by how long finished training sub-tasks took. Pure: settings and history in, seconds
-out.
+"""How long an attempt may take, judged by how long finished training sub-tasks took. Pure: settings and history go in,
+seconds come out.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import msgspec
 
 
 class DynamicTimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How attempts are timed out whose tasks ask for it. At a ratio of 3, sub-tasks that took 20 s on the mean leave 60 s
-    to the next attempt.
+    """How attempts are timed out whose tasks ask for it. If sub-tasks took 20 s on the
+    mean, a ratio of 3 leaves the next attempt 60 s.
     """
 
     ratio: float = 3.0

@@ -1,7 +1,7 @@
 """What follows from a record and a command: the events of an attempt's end and of a task's.
 
-Pure functions beside the ledger: they look at records and change none; `Ledger.apply` does that with the events they
-make.
+These are pure functions beside the ledger. They look at records and change none: `Ledger.apply` does that, with the
+events that they make.
 """
 
 from __future__ import annotations

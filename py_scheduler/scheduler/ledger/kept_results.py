@@ -1,10 +1,11 @@
-"""Results that wait to be collected. The ledger's own: changed by `Ledger.apply` alone, through the functions here.
+"""Results that wait to be collected. They are the ledger's own: `Ledger.apply` alone changes them, through the
+functions here.
 
 Invariants
   1. A task that is to be collected is open, or has one result kept, or left none because it was stopped on request.
-  2. A result is collectable or in exactly one collected set. A set is kept until it is acknowledged or discarded; so
-     is what a call stopped, although it was handed out nothing.
-  3. `kept_bytes` is what both hold, about, of all submissions.
+  2. A result is collectable or in exactly one collected set. A set is kept until it is acknowledged or discarded. That
+     is so too for the empty set of a call that stopped tasks and was handed nothing.
+  3. `kept_bytes` is about what both take, over all submissions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ledger's own records: private to it and mutable, changed by `Ledger.apply` alone."""
+"""The ledger's own records. They are mutable, and `Ledger.apply` alone changes them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What is true of the service as a whole and of no submission: weights, what training came to, how far it ran ahead.
 
-The ledger's own: changed by `Ledger.apply` alone.
+These facts are the ledger's own: `Ledger.apply` alone changes them.
 
-Invariant: each event counts once, and says all that is needed to count it. No record of a task or submission is asked:
-after a restart those may be of a later moment than this.
+Invariant: each event counts once, and says all that is needed to count it. No record of a task or submission is asked,
+because after a restart those records may be of a later moment than these facts.
 """
 
 from __future__ import annotations

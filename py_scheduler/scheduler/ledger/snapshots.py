@@ -5,8 +5,8 @@
     a task's id              its kept result, which never changes and may be large: written once, until it is let go
 
 Invariants
-  1. State from snapshots of whatever moments, with the events after each, and the same state from all events cannot be
-     told apart by anything that the ledger does. But what was leased waits again, and of finished submissions more may
+  1. A state can be made from snapshots of different moments, with the events after each, or from all events. The
+     ledger behaves alike with both, but for two things: what was leased waits again, and more finished submissions may
      be remembered.
   2. Whoever reads a submission's snapshot finds all results that it names.
 """

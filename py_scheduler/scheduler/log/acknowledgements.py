@@ -1,7 +1,8 @@
 """What has been read and may be dropped, and how much each namespace still keeps.
 
-Whoever acknowledges says up to where, of one submission or of all in a namespace. What nobody acknowledged is kept to
-the journal's caps; what lies in front of all that is unacknowledged, of every namespace, can be dropped at once.
+Whoever acknowledges says up to where, for one submission or for a whole namespace. What nobody acknowledged is kept as
+far as the journal's caps allow. What lies before everything that is unacknowledged can be dropped at once: if the
+oldest unacknowledged event of any namespace is number 501, events 1 to 500 can go.
 
 Invariants
   1. No event that may be dropped is one that its submission's reader has not acknowledged.

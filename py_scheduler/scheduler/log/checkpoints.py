@@ -1,12 +1,12 @@
-"""Writes down what became of the events, so that the journal can let them go and a restart need not apply them.
+"""Writes down the state that events have led to, so that the journal can let them go and a restart need not apply them.
 
 Invariants
-  1. A checkpoint through a sequence is set only after everything that the events up to there changed was put into a
-     snapshot of that sequence or a later one, or forgotten before; snapshots go to the journal behind the events that
-     they count in.
-  2. A submission's snapshot goes to the journal with, or behind, the results that it names.
+  1. A checkpoint through a sequence is set only when everything that the events up to there changed is in a snapshot of
+     that sequence or a later one, or was forgotten before.
+  2. A snapshot goes to the journal behind the events that it counts in.
+  3. A submission's snapshot goes to the journal with, or behind, the results that it names.
 
-The loop goes on meanwhile: each piece is written as of another moment, which its snapshot names.
+The loop goes on while a checkpoint is taken. So each piece is of another moment, and its snapshot names that moment.
 """
 
 from __future__ import annotations

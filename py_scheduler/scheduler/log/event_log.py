@@ -2,8 +2,9 @@
 
 Invariants
   1. Nobody sees an event before the journal has committed it.
-  2. Each watcher sees consecutive (after, through] ranges; a filter drops events from a frame, never a range.
-  3. Memory does not grow with a slow watcher: the tail is bounded, and who falls behind it reads the journal.
+  2. Each watcher sees consecutive (after, through] ranges, such as (0, 40] and then (40, 45]. A filter drops events
+     from a frame, and never a range.
+  3. Memory does not grow with a slow watcher: the tail is bounded, and whoever falls behind it reads the journal.
 """
 
 from __future__ import annotations
