@@ -1,8 +1,10 @@
 """What the backend adapters share of HTTP: one pooled client, server-sent events, and the waits between retries.
 
-Invariants: a client holds its sessions from `start` to `close`; an idle connection is retired before
-the server would close it, so that a reset at reuse stays rare; nothing here retries by itself, because only the caller
-knows whether a request may run twice.
+Invariants
+
+- A client holds its sessions from `start` to `close`.
+- It retires an idle connection before the server would close it, so that a reset at reuse stays rare.
+- It retries nothing by itself: only the caller knows whether a request may run twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Generations under way, as `abort` and `close` see them.
 
-Invariants: a rid is in flight at most once; `finished` is set exactly when its `generate` is over; a flight that was
-cut never waits again: its current wait ends at once, and so does every later one. While the backend stands still no
-limit counts, and each counts from its beginning afterwards.
+Invariants
+
+- A rid is in flight at most once. `finished` is set exactly when its `generate` is over.
+- A flight that was cut never waits again: its current wait ends at once, and so does every later one.
+- While the backend is paused no time limit counts. Afterwards each limit counts from its beginning: a generation with
+  600 s to its first token, paused after 500, has 600 again.
 """
 
 from __future__ import annotations

@@ -3,8 +3,11 @@
     configuration -> specs, pool, backends, scheduler, steps, API -> bind -> start backends -> serve
     SIGTERM -> NOT_SERVING -> no new tasks -> running samples finish (drain_seconds) -> streams end with a cursor
 
-Invariants: nothing is started before everything was built and the port was bound, so most faults of a configuration
-show within a second; after the signal the process ends within `stop_limit_seconds`, whatever a handler does.
+Invariants
+
+- Nothing is started before everything was built and the port was bound. So most faults of a configuration show within a
+  second.
+- After the signal the process ends within `stop_limit_seconds`, whatever a handler does.
 """
 
 from __future__ import annotations

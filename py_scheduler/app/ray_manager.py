@@ -7,7 +7,7 @@
         result = ray.get(manager.execute_rollout.remote(rollout_id))
 
 The scheduler in it is plain async Python, as in any other process: the actor takes no CPU and no GPU of Ray's accounts,
-and only the engines that it asks hold an allocation of theirs.
+and only the backends that it asks hold an allocation of theirs.
 
 Invariant: between `start` and `close` one task of the actor's own loop holds one TaskScheduler, whichever calls come
 and go; what was started is ended by `close`, and otherwise with the actor.

@@ -2,8 +2,11 @@
 
     reuse? -> loop state -> [ fetch -> distribute -> batch, run -> filter ] until enough -> files -> loop state
 
-Invariants: no step is handed out empty; the groups of a step are in the order in which they were fetched, whatever
-order they finished in; a step that does not end leaves no task running and gives its tasks back to the source.
+Invariants
+
+- No step is handed out empty.
+- The groups of a step are in the order in which they were fetched, whatever order they finished in.
+- A step that is broken off leaves no task running and gives its tasks back to the source.
 """
 
 from __future__ import annotations

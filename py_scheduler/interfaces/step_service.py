@@ -1,8 +1,8 @@
 """Steps that are asked for from afar: each runs once, however often it is asked for, and is followed from anywhere.
 
 Invariants
-  1. One request_id is one step: while it runs, whoever asks again joins it; when it is over, they are told its report
-     again. A step that failed is forgotten, so that asking again tries again.
+  1. One request_id is one step. Whoever asks again while it runs joins it; whoever asks when it is over is told its
+     report again. A step that failed is forgotten, so that asking again tries again.
   2. A follower gets every event of the step after its cursor, then the report; a step goes on without followers.
   3. What is kept of finished steps is bounded by their number; their events are the event log's matter.
 """

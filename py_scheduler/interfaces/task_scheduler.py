@@ -53,10 +53,10 @@ STEP_EVENTS = _EVENTS_PER_SAMPLE * WINDOW_SAMPLES
 class TaskScheduler:
     """Steps over an engine. Use as `async with`: an engine that is not running is started, and ends with the block.
 
-    on_task_done: told of each task's Group as it completes, be it a plain function or an async one; what it raises
-    ends the run. settings, source, eval_sources: of the steps; `run_all` needs none of them. eval_sources have names of
-    their own, and an end.
-    artifact_root: the folder of everything that steps write, and of where the loop stands; nobody else may use it
+    on_task_done: a plain or an async function that gets each task's Group as it completes; what it raises ends the run.
+    settings, source, eval_sources: what steps need; `run_all` needs none of them. Each eval source has a name of its
+    own, and an end.
+    artifact_root: the folder of everything that steps write, and of where the loop stands. Nobody else may use it
     meanwhile. None: nothing is kept.
     """
 

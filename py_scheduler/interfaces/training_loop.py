@@ -1,11 +1,11 @@
 """Where a training loop stands, between steps and across restarts.
 
 Invariants
-  1. Before an iteration takes a task, the state says which iteration it is and where the source stood; so whoever comes
-     after a killed process takes the same tasks, under the same request ids.
+  1. Before an iteration takes a task, the state says which iteration it is and where the source stood. So the process
+     that follows a killed one takes the same tasks, under the same request ids.
   2. An iteration that fails or is cancelled gives its tasks back to the source and uses up its request ids.
-  3. The state in memory is the one in the file: a write that fails leaves both as they were, and one that is cancelled
-     ends first.
+  3. The state in memory is the one in the file: a write that fails leaves both as they were, and a write that is
+     cancelled ends first.
   4. The newest request that a client's iteration was finished for is not executed again, also after a restart.
 """
 

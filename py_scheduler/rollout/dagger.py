@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class Decay(StrEnum):
     """The shape in which β goes from `beta_start` to `beta_end`.
 
-    LINEAR and COSINE arrive after `decay_iterations` and stay. EXPONENTIAL multiplies the distance to the end by `rate`
-    in each iteration, STEP does so every `step_iterations`; both come ever closer.
+    LINEAR and COSINE arrive after `decay_iterations` and stay there. EXPONENTIAL multiplies the distance to the end by
+    `rate` in each iteration, STEP only in every `step_iterations`-th; both come ever closer. From 1 to 0 with a rate of
+    0.5, EXPONENTIAL goes 1, 0.5, 0.25; STEP with 2 iterations goes 1, 1, 0.5, 0.5, 0.25.
     """
 
     LINEAR = "linear"

@@ -1,7 +1,11 @@
 """The iteration as STACX_* variables, for handlers that read the environment. Source: seed 1, section 5.
 
-Invariants: a process has one environment, so at most one iteration or eval is published in it at a time; whatever stood
-there before stands there again afterwards; a tail length that the schedule says nothing about is never overwritten.
+Invariants
+
+- A process has one environment, so at most one iteration or eval is published in it at a time.
+- Afterwards each variable has the value again that it had before.
+- A tail length that the schedule says nothing about is never overwritten.
+
 Children of `process` and `ray` runners get variables of their own instead (`variables`) and need no such guard.
 """
 

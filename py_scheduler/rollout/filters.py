@@ -1,7 +1,7 @@
 """Which groups and samples of a step survive. Source: seed 1, section 5 (survivorship filters).
 
-Invariants: rejection comes first, finish-only looks at what it left; each reports what it dropped and why; a step is
-never handed out empty without anybody saying so (`next_move`).
+Invariants: rejection comes first, and finish-only looks at what it left. Each reports what it dropped and why. No step
+is handed out empty without a word about it (`next_move`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _CUT_SHORT = frozenset({"max_turns", "context_overflow", "length", "timeout", "a
 
 class Rejection(StrEnum):
     """THRESHOLD keeps the samples that score at least `min_score`. SPREAD drops whole groups whose scores are (nearly)
-    equal, because nothing can be learnt from their differences. Both look at model results alone.
+    equal, because nothing can be learnt from their differences: with a `min_spread` of 0, a group that scored 1, 1, 1,
+    1 goes and one that scored 1, 0, 1, 1 stays. Both look at model results alone.
     """
 
     OFF = "off"

@@ -1,8 +1,10 @@
 """Samples as a trainer's loss takes them. Source: seed 1, section 4 (abort, dummies).
 
-Invariants: every planned sample of a group gives exactly one TrainingSample, so batch shapes do not depend on how
-samples ended; one that ended by an exception, a stop or the infrastructure is a dummy of two tokens with loss mask 0,
-score 0.0 and `remove_sample`. Dummies are made here, at the interface: they never travel and are never journalled.
+Invariants
+
+- Every planned sample of a group gives exactly one TrainingSample, so batch shapes do not depend on how samples ended.
+- A sample that ended by an exception, a stop or the infrastructure is a dummy: two tokens with loss mask 0, score 0.0
+  and `remove_sample`. Dummies are made here, at the interface: they never travel and are never journalled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Starts and ends the child process of the embedded backend (`server.py`).
 
-Invariants: the child lives no longer than its parent, however that ends: it stops when its standard input closes; it is
-in a session of its own, so that a Ctrl-C meant for the scheduler does not end generations that are to be finished.
+Invariants
+
+- The child lives no longer than its parent, however the parent ends: it stops when its standard input closes.
+- It has a session of its own, so that a Ctrl-C for the scheduler does not end generations that are to be finished.
 """
 
 from __future__ import annotations

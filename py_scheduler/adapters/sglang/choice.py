@@ -18,6 +18,8 @@ STICKY_SLACK = 8
 class EndpointChoice:
     """The least loaded endpoint, or the session's own as long as that is not much more loaded.
 
+    With a ratio of 1.5 and a least load of 20, a session stays at its endpoint up to a load of 1.5 x 20 + 8 = 38.
+
     Invariant: at most `remembered_sessions` are remembered, those chosen for most recently.
     """
 

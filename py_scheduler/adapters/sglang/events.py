@@ -1,7 +1,7 @@
 """Events of SGLang's stream, read as generations.
 
-Invariant: what leaves here is whole: every token id has its log-prob, both fit the arrays of a trajectory, and the
-spans of the weights cover the tokens once each, in order. Where a server says otherwise the generation is an error.
+Invariant: what leaves here is whole. Every token id has its log-prob, both fit the arrays of a trajectory, and the
+spans of the weights cover each token once, in order. A generation of which the server says otherwise is an error.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 Invariants:
 
-- A generation holds one place at one endpoint from the moment it is given to it until it has ended there, however it
-  ends; nothing is given to an endpoint that is not up or has no room.
+- A generation holds one place at one endpoint, from when it is given to it until it has ended there, however it ends.
+  An endpoint gets one only while it is up and has room.
 - Who waits for a place is served first come, first served, as soon as there is one.
 - A generation moves to another endpoint only while not one token of it was received, and at most `max_attempts` times.
-  What the server refuses (a context that is too long, a bad parameter) is the request's fault, not the endpoint's.
+  When a server refuses it (a context that is too long, a bad parameter) it does not move: every other one would refuse
+  it too.
 - All endpoints that are up serve one model: of one name and one vocabulary, as far as that is known (see ServedModel).
   The context is the least of theirs.
 """

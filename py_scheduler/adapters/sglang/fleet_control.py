@@ -1,9 +1,11 @@
 """Pauses and weights of all the servers of a fleet.
 
-Invariants: a call is told to every endpoint that is up. One that fails it is set aside, which the others outlive, and
-before it is up again it has what it missed: the end of a pause, and the weights that the fleet was given last. So have
-all of them after an update whose caller gave up on it half-way. A pause that fails leaves no endpoint paused that takes
-generations.
+Invariants
+
+- Every endpoint that is up is told of a call. One that fails it is set aside, and the others go on.
+- Before such an endpoint is up again, it has what it missed: the end of a pause, and the weights that the fleet was
+  given last. The same holds for all of them after an update that its caller gave up half-way.
+- A pause that fails leaves no endpoint paused that takes generations.
 """
 
 from __future__ import annotations

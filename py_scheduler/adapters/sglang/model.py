@@ -1,8 +1,10 @@
 """What an SGLang server tells of the model that it serves.
 
-Invariants: the server is asked once, and again only by `refresh`; the weight version follows what is noted of it since.
-The size of the vocabulary, once known, stays that of the model of this name. It is 0 only of a server that was paused
-whenever it was asked, for a paused server holds the one question that tells it.
+Invariants
+
+- The server is asked once, and again only by `refresh`. In between the weight version follows what generations report.
+- The size of the vocabulary, once known, stays that of the model of this name. It is 0 only while the server was paused
+  each time it was asked: a paused server does not answer the one question that tells it.
 """
 
 from __future__ import annotations

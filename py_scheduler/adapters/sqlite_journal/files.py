@@ -50,9 +50,9 @@ class StoreLock:
 class HighWater:
     """How far the store had got, outside of it: an old or lost write-ahead log is noticed by that.
 
-    It never names more than the database holds, because it is written after each commit and before anybody hears of
-    it. So it outlives a killed process; it is forced to the disk now and then, since after a power cut a mark that is
-    too low only notices less.
+    It is written after each commit and before anybody hears of the commit. So it never names more than the database
+    holds, and it outlives a killed process. It is forced to the disk only now and then: after a power cut it may be too
+    low, and a mark that is too low only notices less.
     """
 
     def __init__(self, path: Path) -> None:

@@ -9,8 +9,8 @@ Invariants
   2. A store that does not hold all that its high-water mark names, or whose frames do not follow one another, is not
      opened. What was never acknowledged (a torn end of the log) is dropped, and that is logged.
   3. Memory does not grow with what is stored, but for one small figure a commit; a reader holds a few frames.
-  4. While a commit is under way what is appended gathers, and the next commit takes all of it: so a busy loop has few
-     and large ones, an idle one waits for nothing.
+  4. While a commit is under way, what is appended gathers, and the next commit takes all of it. So a busy loop makes
+     few and large commits, and an idle one waits for nothing.
 """
 
 from __future__ import annotations

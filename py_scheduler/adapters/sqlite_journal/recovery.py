@@ -1,8 +1,9 @@
 """What of a damaged store is still sound, and a new store made of that.
 
 A store is a past for watchers and a state for the server. Damage before the checkpoint costs watchers what they had not
-read yet, and the server nothing. Damage behind it ends what can be relied on: an event that is missing may have been
-about anything, so nothing after it is applied.
+read yet, and costs the server nothing. Damage after the checkpoint ends what can be relied on: a missing event may have
+been about anything, so nothing after it is applied. With a checkpoint at 100 and damage at 120, the state is that of
+119.
 """
 
 from __future__ import annotations

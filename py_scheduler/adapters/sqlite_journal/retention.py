@@ -1,7 +1,7 @@
 """Which frames may go, and when a checkpoint or a discard is worth its price. Figures only: no database here.
 
 Invariants
-  1. Frames are expendable from the oldest on: once one is, it stays so, and so are all before it.
+  1. Frames are expendable from the oldest on: when frame 7 is, frames 1 to 6 are too, and all of them stay so.
   2. A frame may be discarded when it is expendable and the checkpoint covers it; the newest one is expendable by
      acknowledgement alone.
 """
@@ -24,18 +24,20 @@ _BYTES_OF_A_DISCARD = 32 << 20
 
 
 class JournalLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """retained_events, retained_bytes, retained_seconds (None: any age): what is kept for watchers at most.
-    checkpoint_bytes: of events that a restart would apply one by one, before their outcome is written down instead.
-    wal_bytes: of the write-ahead log, before it is written into the database.
-    ballast_bytes: put aside, and given up on a full disk to be able to discard; 0: none.
-    """
+    """What is kept for watchers at most, and when the state is written down."""
 
     retained_events: int = 1_000_000
+    """Of all namespaces together."""
     retained_bytes: int = 1 << 30
+    """Likewise."""
     retained_seconds: float | None = None
+    """None: any age."""
     checkpoint_bytes: int = 64 << 20
+    """Of events that a restart would apply one by one, before their outcome is written down instead."""
     wal_bytes: int = 16 << 20
+    """Of the write-ahead log, before it is written into the database."""
     ballast_bytes: int = 16 << 20
+    """Put aside, and given up on a full disk to be able to discard; 0: none."""
 
 
 class Retention:

@@ -5,8 +5,11 @@
     {root}/eval_details/3.summary.json        its figures
     {root}/eval_details/train_3.summary.json  the figures of the iteration itself
 
-Invariants: lines are appended as groups finish, and nothing of a group is kept but sums and the slowest samples, so
-memory does not grow with the number of tasks; rates are over model results alone.
+Invariants
+
+- Lines are appended as groups finish. Only sums and the slowest samples are kept, so memory does not grow with the
+  number of tasks.
+- Rates are over model results alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
 """TrainingSamples as Parquet, one row a sample, and as `.pt` where torch is installed.
 
-Invariants: what is read equals what was written, bit by bit; reading never executes anything: Parquet holds data only,
-and `.pt` is read with `weights_only` by a torch that is known to mean it; groups are written and read one after the
-other, so Parquet needs memory for some groups only (`.pt`, whose tensors are whole, for all).
+Invariants
+
+- What is read equals what was written, bit by bit.
+- Reading never executes anything: Parquet holds data only, and `.pt` is read with `weights_only`, by a torch that is
+  known to mean it.
+- Groups are written and read one after the other. So Parquet needs memory for some groups only; `.pt`, whose tensors
+  are whole, needs it for all.
 """
 
 from __future__ import annotations

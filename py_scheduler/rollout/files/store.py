@@ -1,7 +1,10 @@
 """The saved samples of a training loop. Source: seed 1, section 5 (reuse and resume).
 
-Invariants: everything lies under one root, under names made of numbers and server ids alone; a symbolic link below the
-root is refused; a file appears complete or not at all.
+Invariants
+
+- Everything lies under one root, and names are made of numbers and server ids alone.
+- A symbolic link below the root is refused.
+- A file appears complete or not at all.
 
     {root}/trajectory_sft_samples.parquet            the newest iteration that was rolled out
     {root}/trajectory_sft_samples_iter_003.parquet   each of them

@@ -46,8 +46,9 @@ class _MixtureState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class MultiDataSource:
     """Several sources, mixed by weight, always in the same order; implements `DataSource`.
 
-    Smooth weighted round robin: each turn a source gains its weight, and the richest gives a task and pays the sum of
-    all. Every task carries `metadata["_dataset_cfg"]`. A source that has ended leaves the others its share.
+    Smooth weighted round robin: each turn every source gains its weight, and the richest gives a task and pays the sum
+    of all. So a source A of weight 2 and a B of weight 1 give A B A, A B A. Every task carries
+    `metadata["_dataset_cfg"]`. A source that has ended leaves its share to the others.
     """
 
     def __init__(self, members: Sequence[WeightedSource], name: str = "mixture") -> None:

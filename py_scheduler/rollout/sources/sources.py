@@ -1,9 +1,12 @@
 """Where a loop's tasks come from: files, made problems, any iterable (`iterable_source`), mixtures (`multi_source`).
 
-Invariants: settings and state fix what comes next, so a restored source goes on exactly as the saved one would have; a
-source's state is its epoch and its cursor (the order of an epoch is drawn from seed, name and epoch, so these two are
-its random state as well); a step that asks for more than there is left gets a new epoch or, where `on_end` is "stop",
-what there is. Memory holds the order of one epoch (8 bytes a row), never the rows.
+Invariants
+
+- Settings and state fix what comes next, so a restored source goes on exactly as the saved one would have.
+- A source's state is its epoch and its cursor. The order of an epoch is drawn from seed, name and epoch, so these two
+  are its random state as well.
+- A step that asks for more than is left gets a new epoch or, where `on_end` is "stop", what there is.
+- Memory holds the order of one epoch (8 bytes a row), never the rows.
 """
 
 from __future__ import annotations
