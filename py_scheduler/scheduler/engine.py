@@ -43,7 +43,7 @@ from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.collector import Collector
 from py_scheduler.scheduler.intake import Intake, IntakeLimits, request_digest, waiting_attempts
 from py_scheduler.scheduler.leases.manager import LeaseManager, node_view
-from py_scheduler.scheduler.ledger.commands import AcceptTasks, RefuseAttempt, ResumeTraining
+from py_scheduler.scheduler.ledger.commands import AcceptTasks, ResumeTraining
 from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.ledger.ledger import Ledger
 from py_scheduler.scheduler.log.checkpoints import Checkpoints
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.events import AttemptRef
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock, GenerationBackend, Journal
     from py_scheduler.domain.quotas import NamespaceSettings, Quota
@@ -256,24 +255,9 @@ class Engine:
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         if reason := self._intake.why_never(spec):
-            self._refuse(spec, [attempt.ref for attempt in attempts], reason)
+            self._stops.refuse(spec, [attempt.ref for attempt in attempts], reason)
         else:
             self._admission.requeue(spec, attempts)
-
-    def _refuse(self, spec: EvaluatorSpec, refs: Iterable[AttemptRef], reason: str) -> None:
-        """Ends attempts that wait for room that will never be there."""
-        for ref in refs:
-            record = self._ledger.open_task(ref.task_id)
-            self._recorder.record(RefuseAttempt(ref, reason, self._clock.unix_time()), record.submission.key.namespace)
-            if record.awaits_group_score and self._ledger.task(ref.task_id) is not None:
-                self._supervisor.groups.score(record, spec)
-
-    def _refuse_what_fits_never(self) -> None:
-        for spec in self.specs.values():
-            if reason := self._intake.why_never(spec):
-                logger.warning("%s", reason)
-                self._refuse(spec, queued_attempts(self._ledger, self._intake, spec), reason)
-                self._admission.attempts_were_ended()
 
     def _permit_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
         self._admission.permit_returned(spec, namespace, taken_at)
@@ -297,7 +281,10 @@ class Engine:
         Without `has_fixed_nodes` what fits no more waits, since nodes may come back. With it a batch wants no more than
         the nodes that are left could hold; what waits and of which they could not hold one sample ends FAILED.
         """
-        self._refuse_what_fits_never()
+        for spec in self.specs.values():
+            if reason := self._intake.why_never(spec):
+                logger.warning("%s", reason)
+                self._stops.refuse(spec, queued_attempts(self._ledger, self._intake, spec), reason)
         self._admission.nodes_changed()
 
     def limit_namespaces(self, quotas: Mapping[str, Quota]) -> None:

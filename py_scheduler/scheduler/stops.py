@@ -1,4 +1,5 @@
-"""Ends tasks before their time: on request, at their deadline, for a collect that waits no longer, at a shutdown.
+"""Ends tasks before their time: on request, at their deadline, for a collect that waits no longer, at a shutdown, and
+where no node can ever hold what waits.
 
 Invariants
   1. A stop is a fact before it is an act: what waits is ended by the ledger, and only then is what runs told to stop.
@@ -17,12 +18,14 @@ from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import NotFoundError
 from py_scheduler.execution.deadlines import Deadlines
 from py_scheduler.scheduler.intake import abort_digest
-from py_scheduler.scheduler.ledger.commands import StopTasks
+from py_scheduler.scheduler.ledger.commands import RefuseAttempt, StopTasks
 from py_scheduler.scheduler.supervisor import EVERYTHING, TaskScope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from py_scheduler.domain.evaluator import EvaluatorSpec
+    from py_scheduler.domain.events import AttemptRef
     from py_scheduler.domain.ports import Clock
     from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
@@ -185,6 +188,15 @@ class Stops:
             restarts_runners=restarts_runners,
         )
         await self._supervisor.wait_stopped(TaskScope(submission.submission_id, frozenset(task_ids)))
+
+    def refuse(self, spec: EvaluatorSpec, refs: Iterable[AttemptRef], reason: str) -> None:
+        """Ends attempts of this evaluator that wait for room that will never be there."""
+        for ref in refs:
+            record = self._ledger.open_task(ref.task_id)
+            self._recorder.record(RefuseAttempt(ref, reason, self._clock.unix_time()), record.submission.key.namespace)
+            if record.awaits_group_score and self._ledger.task(ref.task_id) is not None:
+                self._supervisor.groups.score(record, spec)
+        self._admission.attempts_were_ended()
 
     async def drain(self, grace_seconds: float, *, ends_what_is_open: bool) -> None:
         """Starts nothing any more; returns when the grace is over or nothing runs, and what was stopped has ended."""
