@@ -226,6 +226,8 @@ def request_digest(request: SubmitRequest) -> bytes:
         said = (request.key.namespace, request.key.batch_id, request.tasks, request.iteration, request.delivery)
         content = _encode_sorted(said)
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        # A batch_id of np.int64(1) cannot be written down either: where the limits know the fault, they name its field.
+        check_submit(request)
         reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
         raise InvalidArgumentError(reason, "tasks[].metadata") from error
     return hashlib.blake2b(content, digest_size=16).digest()
