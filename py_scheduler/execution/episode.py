@@ -1,14 +1,12 @@
-"""What a handler works with while it plays one sample. Implements `domain.evaluator.Episode`.
+"""What a handler works with while it runs one sample. Implements `domain.evaluator.Episode`.
 
-Invariant: every token the model read or wrote through the episode is in its trajectory, in context order, also when
-it fails half way.
+The episode gives a handler access to the language models; `execution/record.py` keeps the tokens that come of it, and
+`execution/turns.py` knows what a single turn may be.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.episodes.cascade import dataset_config, resolve_sampling, resolve_stopping
@@ -23,13 +21,14 @@ from py_scheduler.domain.generation import (
     StoppingCriteria,
 )
 from py_scheduler.domain.runners.runner import shown_with
-from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, TrajectoryBuilder
+from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory
 from py_scheduler.errors import (
     FailedPreconditionError,
     GenerationAbortedError,
     GenerationError,
 )
-from py_scheduler.execution.generation.turn_sampling import turn_sampling
+from py_scheduler.execution.record import EpisodeRecord
+from py_scheduler.execution.turns import generate_turn, turn_sampling
 from py_scheduler.execution.workdirs import Workdirs
 
 if TYPE_CHECKING:
@@ -44,21 +43,7 @@ if TYPE_CHECKING:
     from py_scheduler.execution.attempt import RunningAttempt
     from py_scheduler.execution.generation.gateway import GenerationGateway
 
-logger = logging.getLogger(__name__)
-
-_PARTIAL_SECONDS = 3.0
-"""How long a stopped episode waits for the tokens of the generation that it interrupts.
-
-Longer than adapters wait for a backend that does not react to an abort: what has arrived is kept even then.
-"""
-
-
-_MAX_TEXT = 1 << 20
 _OVER = "this episode is over: its handler has returned"
-_ONE_CONVERSATION = (
-    "observe_chat begins a conversation, and this episode has one: give it all messages at once, and what comes after "
-    "an answer to observe_reply(episode, text) from py_scheduler.integrations.chat_turns"
-)
 
 
 class EpisodeServices:
@@ -91,11 +76,9 @@ class HandlerEpisode:
     __slots__ = (
         "_api",
         "_attempt",
-        "_builder",
-        "_has_conversation",
         "_is_generating",
         "_is_over",
-        "_oldest_epoch",
+        "_record",
         "_sampling",
         "_services",
         "_spec",
@@ -130,11 +113,9 @@ class HandlerEpisode:
         self._workdir: Path | None = None
         self._api: ApiAccess | None = None
         self.generate_seconds = 0.0
-        self._has_conversation = False
         self._is_generating = False
         self._is_over = False
-        self._oldest_epoch: int | None = None
-        self._builder: TrajectoryBuilder | None = None
+        self._record: EpisodeRecord | None = None
         self._sampling: SamplingParams | None = None
         self._stopping: StoppingCriteria | None = None
 
@@ -170,7 +151,7 @@ class HandlerEpisode:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        return self._builder.token_ids if self._builder else ()
+        return self._record.token_ids if self._record is not None else ()
 
     @property
     def remaining_seconds(self) -> float | None:
@@ -220,7 +201,7 @@ class HandlerEpisode:
             return STUDENT
         if TEACHER not in self._services.gateway:
             raise FailedPreconditionError(
-                f"the iteration's beta is {self.iteration.beta:g}, and no generation engine has the role {TEACHER!r}: "
+                f"the iteration's beta is {self.iteration.beta:g}, and no generation backend has the role {TEACHER!r}: "
                 f"add [generation.{TEACHER}], or submit with beta 0"
             )
         return TEACHER if self._draw(self.iteration.rollout_id) < self.iteration.beta else STUDENT
@@ -228,7 +209,7 @@ class HandlerEpisode:
     def _draw(self, rollout_id: int) -> float:
         """Uniform in [0, 1), and the same whenever this turn of this sample is played again."""
         sample = self.sample
-        turn = self._builder.turns_generated if self._builder else 0
+        turn = self._record.turns_generated if self._record is not None else 0
         task = sample.task
         said = f"{rollout_id} {sample.sample_no} {turn} {task.client_key} {task.prompt}".encode(errors="surrogatepass")
         digest = hashlib.blake2b(said + b"\0" + task.data, digest_size=8).digest()
@@ -242,48 +223,44 @@ class HandlerEpisode:
 
     async def observe_chat(self, messages: Sequence[ChatMessage]) -> None:
         """See `domain.evaluator.Episode.observe_chat`."""
-        if self._has_conversation or (self._builder and self._builder.turns_generated):
-            raise FailedPreconditionError(_ONE_CONVERSATION)
-        self._has_conversation = True
+        self._opened_record().begin_conversation()
         text = "\n".join(f"{message.role}: {message.content}" for message in messages)
         self.observe(await self.encode_chat(messages), text)
 
     def observe(self, token_ids: Iterable[int], text: str = "") -> None:
         self._check_free()
-        given: object = text
-        if not isinstance(given, str) or len(given) > _MAX_TEXT:
-            raise ValueError(f"text must be a string of at most {_MAX_TEXT} characters")
-        self._recorder().append_environment(token_ids, text)
+        self._opened_record().observe(token_ids, text)
 
     async def generate(
         self, *, role: str = STUDENT, max_new_tokens: int | None = None, sampling: SamplingParams | None = None
     ) -> Generation:
         self._check_free()
-        recorder = self._recorder()
+        record, gateway = self._opened_record(), self._services.gateway
         started = self._services.clock.monotonic()
         self._is_generating = True
         try:
             request = GenerationRequest(
-                rid=f"{self._session_id}-{recorder.turns_generated}",
-                token_ids=list(recorder.token_ids),
+                rid=f"{self._session_id}-{record.turns_generated}",
+                token_ids=list(record.token_ids),
                 sampling=await turn_sampling(
-                    self._services.gateway,
+                    gateway,
                     role,
                     self.sampling if sampling is None else resolve_sampling((sampling, self.sampling)),
                     self.stopping,
-                    len(recorder.token_ids),
+                    len(record.token_ids),
                     max_new_tokens,
                 ),
                 session_id=self._session_id,
             )
-            generation = await self._generate_or_abort(request, role)
+            resumes = self._spec.on_weight_update is OnWeightUpdate.RESUME
+            generation = await generate_turn(gateway, role, request, record, clock=self._attempt, resumes=resumes)
         except GenerationError as error:
-            self._keep(error.partial, role)
+            record.keep(error.partial, role)
             raise
         finally:
             self._is_generating = False
             self.generate_seconds += self._services.clock.monotonic() - started
-        self._append(generation, role)
+        record.append(generation, role)
         if generation.finish_reason is FinishReason.ABORT:
             raise GenerationAbortedError("the generation was aborted at the engine", generation)
         return generation
@@ -315,65 +292,27 @@ class HandlerEpisode:
         if self._is_generating:
             raise FailedPreconditionError("this episode is generating: wait for it before anything else is added")
 
-    async def _generate_or_abort(self, request: GenerationRequest, role: str) -> Generation:
-        """Generates; when the episode is stopped meanwhile, asks the backend for what it has made until then.
-
-        The backend is given a moment for that. What it does not give in time is cancelled, which stops its work too.
-        """
-        gateway, resumes = self._services.gateway, self._spec.on_weight_update is OnWeightUpdate.RESUME
-        flight = asyncio.ensure_future(gateway.generate(role, request, clock=self._attempt, resumes=resumes))
-        try:
-            return await asyncio.shield(flight)
-        except asyncio.CancelledError:
-            try:
-                async with asyncio.timeout(_PARTIAL_SECONDS):
-                    await gateway.abort(request.rid)
-                    self._keep(await flight, role)
-            except GenerationError as error:
-                self._keep(error.partial, role)
-            except TimeoutError:
-                logger.warning("the engine gave no partial generation of %s in time", request.rid)
-            raise
-        finally:
-            if not flight.done():
-                flight.cancel()
-                await asyncio.wait([flight])
-
-    def _keep(self, partial: object, role: str) -> None:
-        if isinstance(partial, Generation) and partial.token_ids:
-            self._append(partial, role)
-
-    def _append(self, generation: Generation, role: str) -> None:
-        self._recorder().append_generation(generation, role)
-        gateway = self._services.gateway
-        if generation.token_ids and STUDENT in gateway and gateway.have_same_weights(role, STUDENT):
-            history = gateway.weights(role)
-            # Of weights without a name nothing is known but that they were there just now.
-            epochs = [history.epoch_of(span.version) for span in generation.weight_spans] or [history.epoch]
-            if self._oldest_epoch is not None:
-                epochs.append(self._oldest_epoch)
-            self._oldest_epoch = min(epochs)
-
     @property
     def weight_epoch(self) -> int | None:
-        """Of the oldest weights that tokens of the student are of; None when it has none."""
-        return self._oldest_epoch
+        """See `EpisodeRecord.weight_epoch`."""
+        return self._record.weight_epoch if self._record is not None else None
 
     @property
     def staleness(self) -> int:
-        """How often the student's weights have changed since those."""
-        return 0 if self._oldest_epoch is None else self._services.gateway.weights(STUDENT).epoch - self._oldest_epoch
+        """See `EpisodeRecord.staleness`."""
+        return self._record.staleness if self._record is not None else 0
 
     def trajectory(self) -> Trajectory:
-        if self._builder is None:
+        if self._record is None:
             return EMPTY_TRAJECTORY
-        return self._builder.build(mask_off_policy_prefix=self._spec.mask_off_policy_prefix)
+        return self._record.trajectory(mask_off_policy_prefix=self._spec.mask_off_policy_prefix)
 
     @property
     def _session_id(self) -> str:
         return f"{self.sample.task_id}-{self.sample.sample_no}-{self.attempt_no}"
 
-    def _recorder(self) -> TrajectoryBuilder:
-        if self._builder is None:
-            self._builder = TrajectoryBuilder()
-        return self._builder
+    def _opened_record(self) -> EpisodeRecord:
+        """Made when something is first to be recorded."""
+        if self._record is None:
+            self._record = EpisodeRecord(self._services.gateway)
+        return self._record

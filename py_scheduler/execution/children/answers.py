@@ -107,7 +107,7 @@ class ChildAnswers:
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:
-    """A second cancellation would strike the episode while it gathers what the engine has made."""
+    """A second cancellation would strike the episode while it gathers what the backend has made."""
     if not task.cancelling():
         task.cancel()
 

@@ -1,13 +1,18 @@
 """The one place through which every episode generates: holds, caps, rids, aborts, and which weights are at work.
 
 Invariants
-
-- A generation is at its backend, or it is held in the queue of its role. While a role is paused none begins, and when a
-  pause or a place ends, those that were held longest begin first.
-- Roles that rest on one backend are paused together and share its weights.
-- Which weights there are, the gateway only notices: what changes `weight_epoch` its WeightLog decides (see
-  `domain.episodes.weight_history`).
-- The clock of an attempt's phase stands still from the pause, or from the generation's begin in it, to the resume.
+  1. A generation is at its backend, or the queue of its role holds it (`execution/generation/queue.py`).
+  2. Caps: with `limits = {"student": 2}`, generations 1 and 2 of the student are at the backend and 3 and 4 are held.
+     When 1 ends, 3 begins: the one that was held longest.
+  3. Pauses: no generation begins while its role is paused. A pause with mode `abort` cuts 1 and 2 at the backend, and
+     they queue behind 3 and 4. After the resume a cut generation goes on from its tokens so far if its evaluator has
+     `on_weight_update = "resume"` (40 of 100 tokens made: 60 are left), else it begins anew. Roles on one backend pause
+     together and share its weights.
+  4. The clock of an attempt's phase stands still while its generation is paused. A phase of 60 seconds generates as a
+     pause comes at second 20; the role resumes at 50, and the phase ends at 90. A phase that asks for its generation
+     only at 30, during that pause, ends at 80.
+  5. The gateway only notices which weights there are. Its WeightLog decides what changes `weight_epoch` (see
+     `domain.episodes.weight_history`).
 """
 
 from __future__ import annotations
@@ -18,7 +23,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from py_scheduler.domain.generation import FinishReason, Generation, GenerationState, PauseMode, WeightUpdate
+from py_scheduler.domain.generation import (
+    FinishReason,
+    Generation,
+    GenerationState,
+    PauseMode,
+    WeightSpan,
+    WeightUpdate,
+)
 from py_scheduler.domain.ports import DerivedBackend, GenerationControl, ProbedBackend
 from py_scheduler.errors import (
     EngineRejectedError,
@@ -27,7 +39,6 @@ from py_scheduler.errors import (
     GenerationError,
     NotFoundError,
 )
-from py_scheduler.execution.generation.partial import NOTHING, joined, rest_of
 from py_scheduler.execution.generation.queue import Call, Role
 from py_scheduler.execution.generation.weights import BackendWeights, ForgetfulWeightLog
 
@@ -43,13 +54,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 3.0
+_NOTHING = Generation(token_ids=[], log_probs=[], text="", finish_reason=FinishReason.ABORT)
 AnswerT = TypeVar("AnswerT")
 
 
 class GenerationGateway:
-    """Over the backends by role. limits: how many generations of a role may run at once; absent: any number.
-
-    log: where changes of weights are written down; None: nowhere.
+    """Over the backends, by role. limits: how many generations of a role may run at once; a role that is not named
+    there has no limit. log: writes down changes of weights; None: nobody does.
     """
 
     def __init__(
@@ -82,11 +93,11 @@ class GenerationGateway:
         return any(not isinstance(backend, ProbedBackend) or backend.is_up for backend in backends)
 
     def backend(self, role: str) -> GenerationBackend:
-        """For what needs no turn: encoding, and what the model is. Raises FailedPreconditionError."""
+        """For calls that need no turn: encoding, and what the model is. Raises FailedPreconditionError."""
         found = self._roles.get(role)
         if found is None:
             raise FailedPreconditionError(
-                f"no generation engine has the role {role!r} (configured: {self._known()}): add [generation.{role}]"
+                f"no generation backend has the role {role!r} (configured: {self._known()}): add [generation.{role}]"
             )
         return found.backend
 
@@ -101,11 +112,11 @@ class GenerationGateway:
     async def generate(
         self, role: str, request: GenerationRequest, *, clock: StoppableClock | None = None, resumes: bool = False
     ) -> Generation:
-        """Generates when its turn comes. What a pause aborts is done again after it: from the tokens that were made and
-        with what they leave of the budget (`resumes`), or anew.
+        """Generates when its turn comes. A generation that a pause aborts goes on after the pause: from the tokens that
+        it has made and with what they leave of its budget (`resumes`), or anew.
 
         A finish reason ABORT means that `abort` ended it, or somebody else at the backend. Raises what the backend
-        raises, FailedPreconditionError for a role without backend, EngineRejectedError for a rid that is in use.
+        raises, FailedPreconditionError for a role without a backend, EngineRejectedError for a rid that is in use.
         """
         self.backend(role)
         if request.rid in self._calls:
@@ -125,36 +136,36 @@ class GenerationGateway:
         role, rest, made = call.role, request, None
         while role.entered(call) or await role.waited(call):
             try:
-                call.is_at_engine, call.was_paused = True, False
+                call.is_at_backend, call.was_paused = True, False
                 generation = await role.backend.generate(rest)
             except GenerationError as error:
                 if isinstance(error.partial, Generation):
                     role.weights.observe(error.partial.weight_spans)
-                    error.partial = joined(made, error.partial)
+                    error.partial = _joined(made, error.partial)
                 else:
                     error.partial = made
                 raise
             finally:
-                call.is_at_engine = False
+                call.is_at_backend = False
                 role.leave()
             role.weights.observe(generation.weight_spans)
             if generation.finish_reason is not FinishReason.ABORT or not call.was_paused or call.stop_asked:
-                return joined(made, generation)
+                return _joined(made, generation)
             budget = await _budget(role.backend, request) if resumes else None
             if budget is not None:
-                made = joined(made, generation)
+                made = _joined(made, generation)
                 if len(made.token_ids) >= budget:
                     return msgspec.structs.replace(made, finish_reason=FinishReason.LENGTH)
-                rest = rest_of(request, made, budget)
-        return made or NOTHING
+                rest = _rest_of(request, made, budget)
+        return made or _NOTHING
 
     async def abort(self, rid: str) -> None:
-        """Ends a generation, which returns what it has; one that is unknown or over is not an error."""
+        """Ends a generation, which returns what it has made. Does nothing for one that is unknown or over."""
         call = self._calls.get(rid)
         if call is None:
             return
         call.stop_asked = True
-        if call.is_at_engine:
+        if call.is_at_backend:
             await call.role.backend.abort(rid)
         else:
             call.role.withdraw(call)
@@ -165,7 +176,7 @@ class GenerationGateway:
         """Holds new generations, then pauses the backend.
 
         Raises NotFoundError for an unknown role, FailedPreconditionError for a backend that cannot be paused or is
-        paused in another mode, GenerationError; then nothing is held that was not before.
+        paused in another mode, GenerationError; then nothing is held that was not held before.
         """
         weights, control = self._controlled(role)
         async with weights.changing:
@@ -183,7 +194,9 @@ class GenerationGateway:
         return await self._known_state(self._roles[role])
 
     async def resume(self, role: str) -> GenerationState:
-        """Lets the backend go on, paused or not, then what was held. Raises as `pause` does; all stays held then."""
+        """Lets the backend go on, paused or not, then the held generations. Raises as `pause` does; then all stays
+        held.
+        """
         weights, control = self._controlled(role)
         async with weights.changing:
             await _asked(control.resume(), role, "continue")
@@ -191,9 +204,9 @@ class GenerationGateway:
         return await self._known_state(self._roles[role])
 
     async def update_weights(self, role: str, update: WeightUpdate) -> GenerationState:
-        """Loads weights; those that are loaded already are not loaded again. Returns once the epoch is written down.
+        """Loads weights, unless they are loaded already. Returns once the epoch is written down.
 
-        Raises as `pause` does, and ResourceExhaustedError while that cannot be.
+        Raises as `pause` does, and ResourceExhaustedError while the epoch cannot be written down.
         """
         weights, control = self._controlled(role)
         async with weights.changing:
@@ -203,13 +216,13 @@ class GenerationGateway:
                 weights.confirmed = None
                 await _asked(control.update_weights(update), role, "load the weights")
                 weights.loaded(update)
-            # Whoever is told of an epoch finds it again.
+            # A caller that is told of an epoch finds it again, whatever crashes.
             await weights.log.committed()
         return await self._known_state(self._roles[role])
 
     async def states(self, *roles: str) -> list[GenerationState]:
-        """Of these roles, or of all. Looks at their backends: so a change of weights that nobody has told of is
-        noticed, also while nothing is generated. Raises NotFoundError.
+        """Of these roles, or of all. It asks their backends, so it notices a change of weights that nobody has told of,
+        also while nothing is generated. Raises NotFoundError.
         """
         known = [self._known_role(name) for name in roles or self._roles]
         for weights in {id(role.weights): role.weights for role in known}.values():
@@ -222,7 +235,7 @@ class GenerationGateway:
             try:
                 weights.saw((await weights.backend.model_info()).weight_version)
             except GenerationError as error:
-                logger.warning("the engine in role %s does not say what it serves: %s", role.name, error)
+                logger.warning("the backend in role %s does not say what it serves: %s", role.name, error)
         return GenerationState(
             role=role.name,
             pause_mode=weights.pause_mode,
@@ -239,7 +252,7 @@ class GenerationGateway:
                 role.take_back()
         for call in self._calls.values():
             if call.role.weights is weights:
-                call.was_paused = call.was_paused or (mode is PauseMode.ABORT and call.is_at_engine)
+                call.was_paused = call.was_paused or (mode is PauseMode.ABORT and call.is_at_backend)
                 if call.clock is not None:
                     call.clock.stop_clock()
 
@@ -255,7 +268,7 @@ class GenerationGateway:
         weights = self._known_role(name).weights
         if not isinstance(weights.backend, GenerationControl):
             raise FailedPreconditionError(
-                f"the engine in role {name!r} can be neither paused nor given other weights: serve its model with "
+                f"the backend in role {name!r} can be neither paused nor given other weights: serve its model with "
                 'SGLang, and set kind = "sglang"'
             )
         return weights, weights.backend
@@ -263,7 +276,7 @@ class GenerationGateway:
     def _known_role(self, name: str) -> Role:
         role = self._roles.get(name)
         if role is None:
-            raise NotFoundError(f"no generation engine has the role {name!r} (configured: {self._known()})")
+            raise NotFoundError(f"no generation backend has the role {name!r} (configured: {self._known()})")
         return role
 
     def _known(self) -> str:
@@ -278,7 +291,7 @@ async def _look_at(weights: BackendWeights) -> None:
         async with asyncio.timeout(_LOOK_SECONDS):
             weights.saw(await weights.backend.weight_version())
     except (GenerationError, TimeoutError) as error:
-        logger.warning("an engine does not say which weights it has: %r", error)
+        logger.warning("a backend does not say which weights it has: %r", error)
 
 
 def _base_of(backend: GenerationBackend) -> GenerationBackend:
@@ -300,5 +313,42 @@ async def _asked(answer: Awaitable[AnswerT], role: str, what: str) -> AnswerT:
     try:
         return await answer
     except EngineUnavailableError as error:
-        logger.warning("the engine in role %s did not %s: %s", role, what, error)
-        raise EngineUnavailableError(f"the engine in role {role!r} did not {what}: the log says why") from error
+        logger.warning("the backend in role %s did not %s: %s", role, what, error)
+        raise EngineUnavailableError(f"the backend in role {role!r} did not {what}: the log says why") from error
+
+
+def _rest_of(request: GenerationRequest, made: Generation, budget: int) -> GenerationRequest:
+    """The request that continues `made`, with what is left of `budget` new tokens in all.
+
+    The backend takes `made` for a part of the prompt. So it does not see a stop string that begins in `made`, and its
+    penalties count `made` as prompt.
+    """
+    count = len(made.token_ids)
+    sampling = msgspec.structs.replace(request.sampling, max_new_tokens=budget - count)
+    if sampling.min_new_tokens:
+        sampling = msgspec.structs.replace(sampling, min_new_tokens=max(0, sampling.min_new_tokens - count))
+    return msgspec.structs.replace(request, token_ids=[*request.token_ids, *made.token_ids], sampling=sampling)
+
+
+def _joined(made: Generation | None, more: Generation) -> Generation:
+    """Both parts as one generation; it ends as the second one did."""
+    if made is None or not made.token_ids:
+        return more
+    start = len(made.token_ids)
+    spans = list(made.weight_spans)
+    for span in more.weight_spans:
+        end = start + span.end
+        if spans and spans[-1].version == span.version and spans[-1].end == start + span.start:
+            spans[-1] = WeightSpan(span.version, spans[-1].start, end)
+        else:
+            spans.append(WeightSpan(span.version, start + span.start, end))
+    return msgspec.structs.replace(
+        more,
+        token_ids=[*made.token_ids, *more.token_ids],
+        log_probs=[*made.log_probs, *more.log_probs],
+        text=made.text + more.text,
+        weight_spans=tuple(spans),
+        # Those of the request's own prompt: the second part's prompt holds the first part.
+        prompt_tokens=made.prompt_tokens,
+        cached_tokens=made.cached_tokens,
+    )

@@ -1,7 +1,13 @@
-"""The queue in front of a role's backend.
+"""The queue in front of the backend of a role.
 
-Invariants: a call is at its backend with a place, or awoken with a place, or waiting without one. Those that waited
-longest are woken first. While the role is paused none begins: what was woken and has not had its turn waits on.
+A role has `limit = 2` and gets the calls A, B, C, D in this order: A and B are at the backend, C and D wait. When A
+ends, C is woken with A's place, though its coroutine has not had its turn yet. If a pause comes just then, C gives the
+place back and waits on, before D; at the resume it is C that is woken.
+
+Invariants
+  1. A call is at its backend with a place, or woken with a place, or waiting without one.
+  2. Those that have waited longest are woken first.
+  3. While the role is paused no call begins: a call that is woken and has not had its turn waits on.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StoppableClock(Protocol):
-    """The clock of a phase. Stopping twice, or starting what runs, changes nothing."""
+    """The clock of a phase. To stop it twice, or to start it while it runs, changes nothing."""
 
     def stop_clock(self) -> None: ...
 
@@ -24,15 +30,17 @@ class StoppableClock(Protocol):
 
 
 class Call:
-    """One `generate`. woken: while it is held; True: it may begin. was_paused: a pause aborted it at its backend."""
+    """One `generate`. woken: set while it is held; its result says whether it may begin. was_paused: a pause aborted it
+    at its backend. stop_asked: `abort` was called for it.
+    """
 
-    __slots__ = ("clock", "is_at_engine", "role", "stop_asked", "was_paused", "woken")
+    __slots__ = ("clock", "is_at_backend", "role", "stop_asked", "was_paused", "woken")
 
     def __init__(self, role: Role, clock: StoppableClock | None) -> None:
         self.role = role
         self.clock = clock
         self.woken: asyncio.Future[bool] | None = None
-        self.is_at_engine = False
+        self.is_at_backend = False
         self.was_paused = False
         self.stop_asked = False
 
@@ -41,9 +49,9 @@ class Call:
 
 
 class Role:
-    """The queue in front of a backend. limit: generations at once, None for no limit.
+    """One role and its queue. limit: generations at once, None for no limit. running: places that are taken.
 
-    awoken: those that have a place and not had their turn since, in order.
+    awoken: calls that have a place and have not had their turn since, in order.
     """
 
     __slots__ = ("awoken", "backend", "limit", "name", "running", "waiting", "weights")
@@ -62,14 +70,14 @@ class Role:
         return self.weights.pause_mode is None and (self.limit is None or self.running < self.limit)
 
     def entered(self, call: Call) -> bool:
-        """Takes a place if there is one. Apart from `waited`, so that nothing is awaited while nothing is held."""
+        """Takes a place if there is one. Apart from `waited`, so that a call that need not wait awaits nothing."""
         if not (self.may_begin and call.is_wanted()):
             return False
         self.running += 1
         return True
 
     async def waited(self, call: Call) -> bool:
-        """Waits for a place and takes it; False, without a place, when the call is no longer wanted."""
+        """Waits for a place and takes it; False, without a place, when nobody wants the call any more."""
         if not call.is_wanted():
             return False
         call.woken = asyncio.get_running_loop().create_future()
@@ -110,11 +118,11 @@ class Role:
                 self.running += 1
                 woken.set_result(True)
                 self.awoken[self.waiting.popleft()] = None
-            else:  # cancelled, and on its way out of the queue
+            else:  # It was cancelled, and is on its way out of the queue.
                 return
 
     def take_back(self) -> None:
-        """A pause has come between the wake of some and their turn: they wait on, before all others."""
+        """At a pause: calls that are woken and have not had their turn wait on, before all others."""
         for call in [call for call in reversed(self.awoken) if call.is_wanted()]:
             del self.awoken[call]
             self.running -= 1

@@ -1,4 +1,4 @@
-"""A backend's weights and pause, whichever roles it is asked in."""
+"""The weights and the pause of a backend, whichever roles it serves."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class WeightLog(Protocol):
         ...
 
     async def committed(self) -> None:
-        """Returns once what was said before survives a crash, as far as anything does."""
+        """Returns once every change before this call survives a crash, as far as anything does."""
         ...
 
 
 class ForgetfulWeightLog:
-    """Keeps what it is told for as long as it lives."""
+    """Keeps the changes in memory only."""
 
     def __init__(self) -> None:
         self._histories: dict[tuple[str, ...], WeightHistory] = {}
@@ -47,10 +47,11 @@ class ForgetfulWeightLog:
 
 
 class BackendWeights:
-    """confirmed: the last update that the backend is known to have loaded; None when the last try did not end well.
+    """What the gateway knows of one backend.
 
-    changing: held by whoever pauses, resumes or updates. was_heard: whether it has itself said, since the start,
-    which weights it has: what is known of before a restart may be over.
+    confirmed: the last update that the backend is known to have loaded; None when the last try did not end well.
+    changing: held during each pause, resume and update. was_heard: whether the backend itself has said since the start
+    which weights it has; what was known before a restart may no longer hold.
     """
 
     def __init__(self, backend: GenerationBackend, roles: tuple[str, ...], log: WeightLog) -> None:
@@ -67,12 +68,12 @@ class BackendWeights:
         return self.log.history(self._roles)
 
     def observe(self, spans: Iterable[WeightSpan]) -> None:
-        """Something was generated with these."""
+        """A generation came from these weights."""
         for span in spans:
             self.saw(span.version)
 
     def saw(self, version: str) -> None:
-        """A version that the backend names as its own; empty: it names none."""
+        """The backend names this version as its own; empty: it names none."""
         if version:
             self.was_heard = True
             self.log.has(self._roles, version, is_confirmed=False)
