@@ -1,10 +1,10 @@
-"""The composition root of a child that plays for a server: connects, makes the handler, plays what it is given.
+"""The composition root of a child: connects to its server, makes the handler, runs the phases that it is given.
 
 Invariants
-  1. It plays one sample at a time, of one handler, and holds nothing of the server's: no engine, no clock, no record.
+  1. It runs one sample at a time, of one handler, and holds nothing of the server's: no engine, no clock, no record.
   2. It ends with the server, whatever its handler does: by the kernel's signal where there is one, and because a thread
      of its own sees the end of the connection.
-  3. A SystemExit of the handler's ends it, with that status: whoever runs in a process of his own may do so.
+  3. A handler's SystemExit ends it, with that status: code that runs in a process of its own may do so.
 """
 
 from __future__ import annotations
@@ -72,20 +72,20 @@ def main(descriptor: int) -> None:
 
 
 def serve(connected: socket.socket, secret: str = "") -> None:
-    """Plays until the server says Leave; ends the process when the connection ends or the handler exits."""
+    """Serves until the server says Leave; ends the process when the connection ends or the handler exits."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    player = ChildExecutor(FrameSocket(connected), loop)
+    executor = ChildExecutor(FrameSocket(connected), loop)
     try:
-        loop.run_until_complete(player.run(secret))
+        loop.run_until_complete(executor.serve(secret))
     except SystemExit as error:
-        player.leave(error)
+        executor.leave(error)
     except ConnectionError:
         pass  # The server has ended: there is nobody to tell.
 
 
 class ChildExecutor:
-    """Frames in, frames out; at most one sample's phase under way."""
+    """Frames in, frames out; at most one phase of one sample is under way."""
 
     def __init__(self, frames: FrameSocket, loop: asyncio.AbstractEventLoop) -> None:
         self._frames = frames
@@ -100,7 +100,7 @@ class ChildExecutor:
         self._order_no = 0
         self._left = asyncio.Event()
 
-    async def run(self, secret: str) -> None:
+    async def serve(self, secret: str) -> None:
         """Returns when the server has said Leave."""
         self._send(Hello(pid=os.getpid(), secret=secret))
         threading.Thread(target=self._read, name="frames", daemon=True).start()
@@ -121,7 +121,7 @@ class ChildExecutor:
         self._frames.send(encode(frame))
 
     def _read(self) -> None:
-        """The thread that reads. Nothing is left to do for a server that is gone."""
+        """In a thread: reads frames. Ends the process when the server is gone."""
         try:
             while (data := self._frames.receive()) is not None:
                 frame = read_server_frame(data)
@@ -142,11 +142,11 @@ class ChildExecutor:
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:
-        """The server waits for a word: what cannot say it ends instead, and is seen to."""
+        """The server waits for a word: if none can be said, ends the process, which the server sees."""
         try:
             yield
         except ConnectionError:
-            pass  # The server has ended, which the thread that reads sees too.
+            pass  # The server has ended; the thread that reads sees that too.
         except Exception:  # noqa: BLE001 -- whatever it is
             traceback.print_exc()
             os._exit(1)
@@ -241,7 +241,7 @@ class ChildExecutor:
         return raw([_said(reward) for reward in checked_rewards(rewards, len(asked.samples), self._handler)])
 
     def _end_episode(self) -> None:
-        """What the episode before has left running can use it no more, and is told to end."""
+        """Tasks that the last episode has left running can use it no more, and are cancelled."""
         if self._episode is not None:
             self._episode.close()
         self._episode = self._result = None
@@ -265,7 +265,7 @@ def _said(reward: Reward) -> RewardSaid:
 
 
 def resident_mib() -> float:
-    """Of this process; 0 when its handler has seen to it that nothing can be opened."""
+    """What this process holds of the machine's memory; 0 when its handler has left no file descriptor to look."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:

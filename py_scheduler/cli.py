@@ -24,7 +24,7 @@ _COMMANDS = (
     ("why", "say why a task of a running server waits", "why s1f0c9a2b3d4e5f60-12"),
     (
         "try-handler",
-        "play one sample with a handler, without a server, and show all that came of it",
+        "run one sample with a handler, without a server, and show all that came of it",
         "try-handler my_agents:MathAgent --task-json task.json",
     ),
     ("report", "show how training steps and evals went, as tables and plots", "report rollouts"),

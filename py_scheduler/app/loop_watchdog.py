@@ -104,7 +104,7 @@ class LoopWatchdog:
 
 
 def blamed(frame: FrameType) -> str:
-    """Whose code it is, in words: that of a handler if a sample is being played, else the innermost function."""
+    """Whose code it is, in words: that of a handler if it runs a sample, else the innermost function."""
     inner = frame
     called: FrameType | None = None
     found: FrameType | None = frame

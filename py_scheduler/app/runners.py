@@ -1,4 +1,4 @@
-"""The runners of evaluators that are not played in the server's loop."""
+"""The runners of evaluators that do not run in the server's loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def build_runners(
     config: Config, pool: PlacementPool | None, ray: RayHost | None, clock: Clock
 ) -> dict[str, ChildRunners]:
-    """By evaluator_id; evaluators that are not there are played in the loop. Nothing is started here."""
+    """By evaluator_id; evaluators that are not there run in the loop. Nothing is started here."""
     hosts: dict[str, ChildHost] = {"process": ProcessHost()}
     if ray is not None:
         hosts["ray"] = ray

@@ -109,7 +109,7 @@ async def in_process(config: Config, base_dir: Path) -> AsyncIterator[TaskSchedu
 
 
 async def open_front(parts: Parts, stack: AsyncExitStack) -> None:
-    """Before the scheduler plays anything, so that it closes after the last episode."""
+    """Before the scheduler runs anything, so that it closes after the last episode."""
     if parts.front is not None:
         await stack.enter_async_context(parts.front)
 

@@ -64,7 +64,7 @@ class TryRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        f"{parser.description} Exit code 0: it was played and scored, whatever the score; 1: the handler raised or was "
+        f"{parser.description} Exit code 0: it ran and was scored, whatever the score; 1: the handler raised or was "
         "stopped; 2: a fault in what was asked."
     )
     parser.add_argument(
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_try(request: TryRequest, console: Console) -> int:
-    """Prints what came of the sample; 0 when it was played to its end, else 1. Raises InvalidArgumentError."""
+    """Prints what came of the sample; 0 when it ran to its end, else 1. Raises InvalidArgumentError."""
     config = _read_config(request)
     task, warnings = _read_task(request, config.evaluator[0].evaluator_id)
     base_dir = request.config_file.resolve().parent if request.config_file else Path.cwd()
@@ -256,22 +256,22 @@ class _Heard(logging.Handler):
 @contextmanager
 def _listening() -> Iterator[_Heard]:
     heard = _Heard()
-    package, player = logging.getLogger("py_scheduler"), logging.getLogger(_RUN_SAMPLE)
-    level = player.level
+    package, runs = logging.getLogger("py_scheduler"), logging.getLogger(_RUN_SAMPLE)
+    level = runs.level
     package.addHandler(heard)
     # What was raised before in this process is logged at debug level only.
-    player.setLevel(logging.DEBUG)
+    runs.setLevel(logging.DEBUG)
     try:
         yield heard
     finally:
-        player.setLevel(level)
+        runs.setLevel(level)
         package.removeHandler(heard)
 
 
 def _short_traceback(error: BaseException) -> tuple[str, ...]:
     """From the handler's first frame on, the last few frames of it."""
     frames = traceback.extract_tb(error.__traceback__)
-    player = os.path.join("execution", "run_sample.py")  # noqa: PTH118 -- the end of a path
-    own = [frame for frame in frames if not frame.filename.endswith(player)]
+    run_sample = os.path.join("execution", "run_sample.py")  # noqa: PTH118 -- the end of a path
+    own = [frame for frame in frames if not frame.filename.endswith(run_sample)]
     lines = traceback.format_list(own[-_MAX_FRAMES:]) + traceback.format_exception_only(error)
     return tuple("".join(lines).splitlines())

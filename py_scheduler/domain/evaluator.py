@@ -131,7 +131,7 @@ class BaseAgent:
     """Owns the episode: subclass it and name it in the server's configuration as `module:Class`."""
 
     async def run(self, episode: Episode) -> AgentResult:
-        """Plays the episode."""
+        """Runs the episode."""
         raise NotImplementedError
 
     async def eval(self, episode: Episode, result: AgentResult) -> Reward:
@@ -142,7 +142,7 @@ class BaseAgent:
         """Optional: scores all samples of a task together, before its TaskDone.
 
         Gets them in the order of sample_no, those that failed too, and returns one Reward to each. Called only when it
-        is overridden, and only for tasks of which a sample was played to its end; under `eval_timeout_seconds`, and
+        is overridden, and only for tasks of which a sample ran to its end; under `eval_timeout_seconds`, and
         without a placement token.
         """
         raise NotImplementedError

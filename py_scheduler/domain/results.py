@@ -148,12 +148,12 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
 
     @property
     def is_scored(self) -> bool:
-        """Whether it was played and scored to its end."""
+        """Whether it ran and was scored to its end."""
         return self.outcome.is_model_result and not self.error
 
     @property
     def is_trainable(self) -> bool:
-        """Whether it was played and scored to the end and has tokens."""
+        """Whether it ran and was scored to the end and has tokens."""
         return len(self.trajectory) > 0 and self.is_scored
 
     def staleness_at(self, weight_epoch: int) -> int | None:

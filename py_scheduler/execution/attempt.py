@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class PlannedAttempt(msgspec.Struct, frozen=True, gc=False):
     """An attempt that waits for its turn: samples [first_sample_no, first_sample_no + sample_count) of a task.
 
-    submission_id, namespace, batch_key: whose it is, and its place in the order of service. queued_at: monotonic
-    seconds. iteration: what its submitter said of the step.
+    submission_id, namespace: whose it is. batch_key: its place in the order of service. queued_at: monotonic seconds.
+    iteration: what its submitter said of the step.
     """
 
     ref: AttemptRef

@@ -1,8 +1,9 @@
-"""All deadlines of the engine in one heap behind one timer.
+"""Deadlines of many items in one heap behind one timer.
 
-Invariants: the timer is set for the earliest deadline or sooner. A deadline that no longer matters stays in the heap
-until it comes up or until such entries outnumber the others; whoever set it says on expiry whether it still means
-anything.
+Invariants
+  1. The timer is set for the earliest deadline or sooner.
+  2. A deadline that no longer matters stays in the heap until it comes up, or until such entries outnumber the others.
+     `on_expiry` decides whether a deadline still means anything.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Deadlines(Generic[TimedT]):
         self._timer_at = float("inf")
 
     def add(self, when: float, item: TimedT) -> None:
-        """`when` is monotonic seconds. An item may have several deadlines; it gets the one that expired."""
+        """`when` is monotonic seconds. An item may have several deadlines; `on_expiry` gets the one that expired."""
         if len(self._heap) >= self._compact_at:
             self._compact()
         heapq.heappush(self._heap, (when, next(self._ties), item))

@@ -207,7 +207,7 @@ class HandlerEpisode:
         return TEACHER if self._draw(self.iteration.rollout_id) < self.iteration.beta else STUDENT
 
     def _draw(self, rollout_id: int) -> float:
-        """Uniform in [0, 1), and the same whenever this turn of this sample is played again."""
+        """Uniform in [0, 1), and the same whenever this turn of this sample runs again."""
         sample = self.sample
         turn = self._record.turns_generated if self._record is not None else 0
         task = sample.task

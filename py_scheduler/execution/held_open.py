@@ -1,7 +1,7 @@
 """Holds a context open between two calls that may come from different tasks.
 
-Invariant: the task that enters the context leaves it too, and is nobody's but this module's. So a TaskGroup in it
-cancels no caller when one of its tasks fails, and no caller's end takes it along.
+Invariant: one task of this module's own enters the context and leaves it. So a TaskGroup in the context cancels no
+caller when one of its tasks fails, and no caller's end ends it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EnteredT = TypeVar("EnteredT")
 
 
 class HeldOpen(Generic[EnteredT]):
-    """`make` gives the context for each opening; name: of the task that holds it."""
+    """make: gives a context for each opening. name: of the task that holds it."""
 
     def __init__(self, make: Callable[[], AbstractAsyncContextManager[EnteredT]], name: str) -> None:
         self._make = make

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ReportedError(Exception):
-    """What a handler raised where no exception can come from: a child's word for it. shown: its traceback there."""
+    """What a handler raised in a child, by the child's word: the exception itself stays there. shown: its traceback."""
 
     def __init__(self, said: str, outcome: Outcome, shown: str = "") -> None:
         super().__init__(shown or said)
@@ -101,7 +101,7 @@ def classify_abort(error: BaseException) -> Outcome:
 
 
 def classify_termination(score: float, termination_reason: str, solve_threshold: float) -> Outcome:
-    """The outcome of a sample that was played and scored to the end."""
+    """The outcome of a sample that ran and was scored to the end."""
     if score >= solve_threshold:
         return Outcome.SOLVED
     if termination_reason == Outcome.MAX_TURNS:

@@ -89,7 +89,7 @@ async def run_sample(
         # The machinery failed, whatever its last request had met.
         error, state = safe_text(str(lost)), AttemptState.LOST
     except BaseException as raised:  # noqa: BLE001 -- no handler ends the service, by SystemExit or otherwise
-        # What a client's library makes of a failed generation, or a child process that ended over it, tells less.
+        # The failed generation says more than what a client's library, or a child process that ended, made of it.
         progress.outcome = classify_abort(episode.client_failure or raised)
         error, state = describe(raised), AttemptState.FAILED
         who = f"sample {episode.sample.sample_no} of task {episode.sample.task_id}"
@@ -169,7 +169,7 @@ def checked_rewards(rewards: object, count: int, handler: BaseAgent) -> tuple[Re
 
 
 def _log_failure(who: str, phase: str, spec: EvaluatorSpec, error: str, raised: BaseException) -> None:
-    """The first of its kind with its traceback, so that a broken handler is seen but does not flood the log."""
+    """Logs the first failure of its kind with its traceback: a broken handler shows, and does not flood the log."""
     kind = (spec.evaluator_id, phase, error)
     level = logging.DEBUG if kind in _logged else logging.WARNING
     if len(_logged) < _MAX_LOGGED:
@@ -199,7 +199,7 @@ def checked_reward(value: object, handler: BaseAgent, method: str) -> Reward:
     """
     name = type(handler).__name__
     if type(value) is Reward and type(value.score) is float and type(value.details) is dict and not value.details:
-        reward = Reward(score=value.score)  # Most are like that; what is below comes to the same.
+        reward = Reward(score=value.score)  # Most are like that; the other branch comes to the same.
     else:
         reward = _checked_with_details(value, handler, method)
     if not math.isfinite(reward.score):
@@ -225,7 +225,7 @@ def _plain_details(details: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _checked(value: object, kind: type[_Returned], handler: BaseAgent, method: str) -> _Returned:
-    """What a handler returned, if it is what it should be in every field: constructors check no types."""
+    """What a handler returned, if every field has its type: constructors check none."""
     name = type(handler).__name__
     if not isinstance(value, kind):
         raise TypeError(f"{name}.{method} returned {type(value).__name__}, not {kind.__name__}")
@@ -236,7 +236,7 @@ def _checked(value: object, kind: type[_Returned], handler: BaseAgent, method: s
 
 
 async def _wait_quiet(episode: HandlerEpisode, worker: Worker) -> None:
-    """What clients of the episode have generated until now belongs to its record."""
+    """Waits until the tokens that clients of the episode have generated are in its record."""
     try:
         await episode.wait_quiet()
     except asyncio.CancelledError:
@@ -267,7 +267,7 @@ def _sample_done(
         phase=running.phase if error else "",
         node_ip=running.node_ip,
         gpu_ids=running.gpu_ids,
-        # One look at the wall clock serves the whole attempt; from there on time is monotonic.
+        # The attempt looks at the wall clock once, at its begin; from there on its time is monotonic.
         started_unix_seconds=running.began_unix_seconds + (progress.run_at - running.began_at),
         weight_epoch=episode.weight_epoch,
         staleness=episode.staleness,

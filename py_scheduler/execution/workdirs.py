@@ -1,6 +1,6 @@
-"""Folders of episodes' own: made when they are asked for, and gone after the episode.
+"""Folders of the episodes' own: made when a handler asks for one, and removed after the episode.
 
-Invariant: everything lies below one folder of this engine's, which goes with it, whatever was left in it.
+Invariant: they all lie below one folder of this engine, which is removed with it, whatever was left there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Workdirs:
         return path
 
     async def remove(self, paths: Iterable[Path]) -> None:
-        """Never raises: what cannot be removed is logged, and now goes with the engine, if it can."""
+        """Never raises: a folder that cannot be removed is logged, and removed with the engine if that can be done."""
         for path in paths:
             try:
                 await asyncio.to_thread(_remove, path)
@@ -57,7 +57,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def _remove(path: Path) -> None:
-    """Takes a tree apart: what folders it finds are moved up to `path` and emptied there, so none lies deep in others.
+    """Takes a tree apart: moves each folder that it finds up to `path` and empties it there, so that none lies deep.
 
     A tree may be deeper than a path is long and than calls can nest, may be closed to its own owner, and may have
     filled the disk, so that nothing new can be made. Raises OSError when something stays.

@@ -1,7 +1,10 @@
-"""Attempts that wait before they queue again, because what failed the one before may need time to recover.
+"""Attempts that wait before they queue again, because whatever failed the attempt before may need time to recover.
 
-Invariant: each attempt here is QUEUED in the ledger and in no ready batch; one that the ledger has ended meanwhile goes
-nowhere, and is gone from here too when its wait would have been over.
+With `retry_backoff_seconds = 1` and `max_retry_backoff_seconds = 10`, attempt 2 waits at most 1 s, attempt 3 at most 2
+s, then 4, 8 and 10 s; half of each wait is left to chance.
+
+Invariant: each attempt here is QUEUED in the ledger and in no ready batch. One that the ledger has ended meanwhile
+queues nowhere; it leaves when its wait would have been over.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class RetryBackoff:
 
     __slots__ = ("_ledger", "attempt", "ends_at", "spec")
     is_over = False
-    """Told of its end in any case: it is to be forgotten then."""
+    """Always told of its end, so that it is forgotten then."""
 
     def __init__(self, ledger: LedgerState, spec: EvaluatorSpec, attempt: PlannedAttempt, ends_at: float) -> None:
         self._ledger = ledger
@@ -41,7 +44,7 @@ class RetryBackoff:
         return self._ledger.is_waiting(self.attempt.ref)
 
     def reason(self, now: float) -> str:
-        """Why it waits, for people."""
+        """Why the attempt waits, for people."""
         left = max(0.0, self.ends_at - now)
         attempt_no = self.attempt.ref.attempt_no
         return f"the infrastructure failed the attempt before: attempt {attempt_no} queues in {left:.1f} s"
@@ -77,11 +80,11 @@ class RetryBackoffs:
         self._deadlines.add(ends_at, backoff)
 
     def waiting(self, submission_id: str) -> list[RetryBackoff]:
-        """Those of a submission."""
+        """The attempts of a submission that wait."""
         return [backoff for backoff in self._waiting.get(submission_id, ()) if backoff.is_waiting]
 
     def waits(self, submission_id: str) -> list[WaitingBatch]:
-        """The same as people ask for them."""
+        """The same, as a submission shows them."""
         now = self._clock.monotonic()
         return [
             WaitingBatch(
@@ -94,7 +97,7 @@ class RetryBackoffs:
         ]
 
     def task_waits(self, submission_id: str, task_id: str) -> tuple[TaskWait, ...]:
-        """Those of a task as it is explained."""
+        """Those of one task, as its explanation shows them."""
         now = self._clock.monotonic()
         return tuple(
             [

@@ -2,7 +2,8 @@
 where no node can ever hold what waits.
 
 Invariants
-  1. A stop is a fact before it is an act: what waits is ended by the ledger, and only then is what runs told to stop.
+  1. A stop is a fact before it is an act: the ledger ends the attempts that wait, and only then are the running ones
+     told to stop.
   2. Each open task with a `task_deadline_seconds` has one timer, also after a restart.
 """
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class TaskDeadline:
-    """When a task ends whatever it is doing."""
+    """When a task ends, whatever it is at."""
 
     __slots__ = ("_ledger", "seconds", "submission_id", "task_id")
 
@@ -55,7 +56,7 @@ class TaskDeadline:
 
 
 class Stops:
-    """One scheduler's."""
+    """All ways in which tasks of one scheduler end early."""
 
     def __init__(
         self, recorder: Recorder, event_log: EventLog, supervisor: Supervisor, admission: Admission, clock: Clock
@@ -69,7 +70,7 @@ class Stops:
         self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
 
     def arm_deadlines(self, records: Iterable[TaskRecord]) -> None:
-        """To be told of each task that is open, once."""
+        """Gets each task that is open, once."""
         now = self._clock.monotonic()
         for record in records:
             seconds = record.task.config.task_deadline_seconds
@@ -79,7 +80,7 @@ class Stops:
                 self._task_deadlines.add(now + seconds - elapsed, deadline)
 
     def _seconds_since_acceptance(self, record: TaskRecord, now: float) -> float:
-        """By the wall clock only where the machine was started anew meanwhile: it may jump, the other does not."""
+        """By the wall clock only if the machine has booted since: that clock may jump, the monotonic one does not."""
         at = record.accepted_at
         if at is not None and at.boot_id and at.boot_id == self._clock.boot_id:
             return now - at.monotonic_seconds
@@ -96,19 +97,19 @@ class Stops:
 
     async def abort(self, request: AbortRequest) -> AbortReply:
         """See `Engine.abort`."""
-        concerned, stopped = self._begin_abort(request)
+        scope, stopped = self._begin_abort(request)
         await self._event_log.wait_committed(self._ledger.last_sequence)
         if request.wait:
             try:
                 async with asyncio.timeout(request.timeout_seconds):
-                    await self._supervisor.wait_stopped(concerned)
+                    await self._supervisor.wait_stopped(scope)
             except TimeoutError:
                 pass  # No failure: the answer says what is still stopping.
-        return AbortReply(aborted_tasks=stopped, still_stopping=self._supervisor.unconfirmed(concerned))
+        return AbortReply(aborted_tasks=stopped, still_stopping=self._supervisor.unconfirmed(scope))
 
     def _begin_abort(self, request: AbortRequest) -> tuple[TaskScope, int]:
-        """Whom a wait is for, which is nobody who is submitted from now on; and how many tasks this call stopped, or
-        had stopped when it came the first time.
+        """The tasks that a wait is for, without those that are submitted later; and how many tasks this call stopped,
+        or had stopped when it came the first time.
         """
         task_ids = frozenset(request.task_ids)
         digest = abort_digest(request) if request.request_id else b""
@@ -143,7 +144,8 @@ class Stops:
         request_id: str = "",
         request_digest: bytes = b"",
     ) -> tuple[str, ...]:
-        """What waits ends now, what runs is told to stop; the ids of the tasks that this changed.
+        """Ends the attempts that wait, and tells the running ones to stop. Returns the ids of the tasks that it
+        stopped.
 
         task_ids: of this submission; none: all of it.
         """
@@ -199,7 +201,7 @@ class Stops:
         self._admission.attempts_were_ended()
 
     async def drain(self, grace_seconds: float, *, ends_what_is_open: bool) -> None:
-        """Starts nothing any more; returns when the grace is over or nothing runs, and what was stopped has ended."""
+        """Begins no attempt any more. Returns when nothing runs, or the grace is over and what this stopped has ended."""
         self._supervisor.is_draining = True
         try:
             async with asyncio.timeout(grace_seconds):

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 
 class TaskScope(msgspec.Struct, frozen=True):
-    """The attempts that a question is about: of a submission (empty: of all), or of some of its tasks.
+    """The tasks that a question is about: all of a submission (empty: of all submissions), or some of its tasks.
 
-    before_task_no: only tasks with a lower number, for who asks what becomes of those that were there.
+    before_task_no: only tasks with a lower number, so that a wait for all tasks leaves out those that come later.
     """
 
     submission_id: str = ""
@@ -186,22 +186,22 @@ class Supervisor:
                 self._ladder.stop(running, cause, reason, restarts_runner=restarts_runners)
         self.groups.stop(task_id, cause, reason)
 
-    def unconfirmed(self, concerned: TaskScope) -> tuple[str, ...]:
+    def unconfirmed(self, scope: TaskScope) -> tuple[str, ...]:
         """Tasks whose work has not been seen to stop: still running, or stranded."""
-        return tuple(dict.fromkeys(task_id for task_id, _ in self._at_work(concerned)))
+        return tuple(dict.fromkeys(task_id for task_id, _ in self._at_work(scope)))
 
-    async def wait_stopped(self, concerned: TaskScope) -> None:
+    async def wait_stopped(self, scope: TaskScope) -> None:
         """Returns when none of these tasks runs any more. It does not wait for stranded work."""
-        while any(not is_stranded for _, is_stranded in self._at_work(concerned)):
+        while any(not is_stranded for _, is_stranded in self._at_work(scope)):
             await self._stopped.next_ring().wait()
 
-    def _at_work(self, concerned: TaskScope) -> Iterator[tuple[str, bool]]:
+    def _at_work(self, scope: TaskScope) -> Iterator[tuple[str, bool]]:
         """The tasks of attempts and group scores that run, each with whether that work is stranded."""
         for running in itertools.chain(self._running.values(), self._stranded.values()):
-            if concerned.includes(running.ref.task_id, running.planned.submission_id):
+            if scope.includes(running.ref.task_id, running.planned.submission_id):
                 yield running.ref.task_id, running.is_stranded
         for group in self.groups.open_groups():
-            if concerned.includes(group.task_id, group.record.submission.submission_id):
+            if scope.includes(group.task_id, group.record.submission.submission_id):
                 yield group.task_id, group.is_stranded
 
     async def close(self) -> int:

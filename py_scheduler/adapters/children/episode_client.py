@@ -1,6 +1,6 @@
 """A child's end of an episode: what a handler sees there. Implements `domain.evaluator.Episode`.
 
-Invariant: nothing is recorded, generated or timed here. All of that is asked of the server
+Invariant: nothing is recorded, generated or timed here. The client asks the server for all of that
 (`domain/runners/frames.py`), so an episode means the same wherever its handler runs.
 """
 
@@ -75,7 +75,7 @@ _GENERATION_ERRORS: dict[str, type[GenerationError]] = {
 
 
 class Calls:
-    """Questions to the server, and their answers, which one thread of the child reads."""
+    """Questions to the server, and their answers. One thread of the child reads the answers."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
@@ -84,14 +84,14 @@ class Calls:
         self._open: dict[int, Callable[[Answer | Refused], None]] = {}
 
     def answered(self, frame: Answer | Refused) -> None:
-        """For the thread that reads."""
+        """For the thread that reads: an answer has come."""
         with self._lock:
             told = self._open.pop(frame.call_no, None)
         if told is not None:
             told(frame)
 
     def ask(self, question: Question) -> msgspec.Raw:
-        """Waits for the answer and holds up its own thread meanwhile: for what the server knows at once."""
+        """Waits for the answer, and holds up its own thread meanwhile: for questions that the server answers at once."""
         arrived = threading.Event()
         answers: list[Answer | Refused] = []
 
@@ -104,8 +104,8 @@ class Calls:
         return _value_of(answers[0])
 
     async def ask_soon(self, question: Question) -> msgspec.Raw:
-        """Waits for the answer in its loop. When it is cancelled, so is what the server does for it, and what that had
-        made until then is recorded before this returns.
+        """Waits for the answer in its loop. A cancellation cancels the server's work on the answer too, and the tokens
+        that this work has made are in the record before the call ends.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer | Refused] = loop.create_future()
@@ -137,7 +137,7 @@ class Calls:
 
 
 def _readable(ask: Ask) -> bytes:
-    """Raises TypeError for what the server would take for the word of a broken child."""
+    """Raises TypeError for a question that the server would take for a broken child's."""
     frame = encode(ask)
     try:
         read_child_frame(frame)
@@ -162,7 +162,7 @@ def _value_of(frame: Answer | Refused) -> msgspec.Raw:
 
 
 class TokenView:
-    """The room that this sample has. It is the server's to give back."""
+    """The room that this sample has. Only the server gives it back."""
 
     def __init__(self, said: TokenSaid) -> None:
         self._said = said
@@ -180,7 +180,7 @@ class TokenView:
 
 
 class EpisodeClient:
-    """One episode, from a `RunSample` until `close`."""
+    """One episode, from a `RunSample` to `close`."""
 
     def __init__(self, calls: Calls, said: RunSample) -> None:
         self._calls = calls

@@ -1,6 +1,6 @@
-"""What children have in common that speak in frames over a connection of their own, whatever it is that runs there.
+"""What all children have in common that speak in frames over a connection of their own, whatever runs them.
 
-Invariant: how a child ended is told once, after its last frame, whatever goes wrong while it is being ended.
+Invariant: `on_end` is called once, after the child's last frame, whatever goes wrong while the child is being ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class FramedChild(ABC):
-    """Implements `domain.runners.runner.Child`, all but the end of what it runs in. watch: over once it has ended."""
+    """Implements `domain.runners.runner.Child` but for the end of the process or actor. watch: over once it has ended."""
 
     def __init__(self, pid: int, protocol: FrameProtocol) -> None:
         self.pid = pid
@@ -54,20 +54,20 @@ class FramedChild(ABC):
     @property
     @abstractmethod
     def _has_ended(self) -> bool:
-        """What it runs in is no more."""
+        """Whether its process or actor has ended."""
 
     @abstractmethod
     def _end_by_force(self) -> None:
-        """At once, whatever it does; nothing, when it has ended."""
+        """Ends it at once, whatever it does. Does nothing when it has ended."""
 
     @abstractmethod
     async def _end(self) -> str:
-        """Waits for its end, or for that of its connection, which is followed by the other; how it ended."""
+        """Waits for its end, or for that of its connection and then for its own. Returns how it ended."""
 
     async def _watch(self) -> None:
         try:
             how = await self._end()
-        except Exception as error:  # noqa: BLE001 -- whoever waits for it would wait for ever
+        except Exception as error:  # noqa: BLE001 -- otherwise its session would wait for ever
             _log.exception("child %d: its end could not be seen to", self.pid)
             how = f"it cannot be seen any more: {type(error).__name__}: {error}"
         why = self._protocol.fault or self._why

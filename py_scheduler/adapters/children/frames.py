@@ -1,6 +1,6 @@
-"""Frames over a stream socket: four bytes of length, most significant first, then so many bytes.
+"""Frames over a stream socket: four bytes of length, most significant first, then that many bytes.
 
-`FrameSocket` is a child's end, blocking and for any thread; `FrameProtocol` the server's, in its loop.
+`FrameSocket` is a child's end; it blocks, and any thread may use it. `FrameProtocol` is the server's end, in its loop.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class FrameSocket:
 
 
 class FrameProtocol(asyncio.Protocol):
-    """Until `listen` is called, frames wait. lost: set when the connection is over.
+    """Frames wait until `listen` is called. lost: set when the connection is over.
 
-    max_bytes: of one frame; a longer one ends the connection. fault: what is said of that then.
+    max_bytes: of one frame; a longer one ends the connection. fault: says so then.
     """
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -69,7 +69,7 @@ class FrameProtocol(asyncio.Protocol):
         self.lost = asyncio.Event()
 
     def hold(self, first: bytes) -> None:
-        """Whoever said the first frame is known: it and the further ones wait for another listener."""
+        """The sender of the first frame is known: this frame and the next ones wait for another listener."""
         self._max_bytes = MAX_FRAME_BYTES
         self._waiting = [first]
         self._on_frame = self._waiting.append
@@ -94,7 +94,7 @@ class FrameProtocol(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not every loop's transports are asyncio's own.
+        # A loop's transports need not be asyncio's own.
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
@@ -115,7 +115,7 @@ class FrameProtocol(asyncio.Protocol):
             self._on_frame(frame)
 
     def _taken(self, size: int) -> bytes:
-        """From what was received. The loop stands still while bytes are copied, so large frames are not."""
+        """The first bytes that were received. Large frames are not copied: the loop stands still meanwhile."""
         received = self._received
         if size > _PIECE_BYTES:
             self._received = received[size:]

@@ -1,13 +1,13 @@
 """Children as processes of this machine. Implements `domain.runners.runner.ChildHost`.
 
 Invariants
-  1. A child is a fresh program, never a fork, in a session of its own: killing it kills what its handler has started.
-  2. Its environment holds the listed names of the server's own and what the server sets, nothing else; no variable that
-     changes how programs are loaded gets there, listed or not.
+  1. A child is a fresh program, never a fork, in a session of its own: to kill it kills what its handler has started.
+  2. Its environment holds the listed names of the server's own and what the server sets, nothing else. A variable that
+     changes how programs are loaded never gets there, listed or not.
   3. A child ends with the server: by the kernel's signal, and when it sees its socket closed.
-  4. How it ended is told after its last frame, once nothing of it runs any more.
+  4. `on_end` comes after its last frame, once nothing of it runs any more.
   5. A session is signalled only while its first process, ended or not, has not been reaped: afterwards its number may
-     be another's.
+     be another session's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _BOOT = (
     "os.getppid() == int(sys.argv[2]) or os._exit(0); "
     "sys.path[:] = json.loads(sys.argv[3]); from py_scheduler.child_main import main; main(int(sys.argv[1]))"
 )
-"""It ends with the server from its first moment on; the server may have ended before the kernel was asked."""
+"""It ends with the server from its first moment on. It looks at its parent, too: the server may have ended before the
+kernel was asked.
+"""
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _EOF_SECONDS = 1.0
 """How long a child may take to end by itself once its socket is closed, and its socket to close once it has ended."""
@@ -58,7 +60,7 @@ class ProcessHost:
     async def open(self) -> None: ...
 
     def key_of(self, token: PlacementToken) -> RunnerKey:
-        # Whatever node the token names, its children run here.
+        # Children run on this machine, whatever node the token names.
         return ("", tuple(token.gpu_ids))
 
     async def launch(self, key: RunnerKey, settings: RunnerSettings) -> ProcessChild:
@@ -79,7 +81,7 @@ class ProcessHost:
 
 
 def _start(descriptor: int, environment: dict[str, str], protocol: FrameProtocol) -> ProcessChild:
-    """Takes about a millisecond of the loop's. Raises OSError, RuntimeError for want of processes or threads.
+    """Takes about a millisecond of the loop's time. Raises OSError, RuntimeError for want of processes or threads.
 
     Not a loop's own subprocess: uvloop forks and goes on for a while before it execs, and children were seen to crash
     there. Not in a thread: the kernel would end a child with that thread.
@@ -87,7 +89,7 @@ def _start(descriptor: int, environment: dict[str, str], protocol: FrameProtocol
     process = subprocess.Popen(  # noqa: S603 -- this program itself
         [
             sys.executable,
-            # Nothing of the environment's, nor of the folder that it is started in, decides what is imported.
+            # Neither the environment nor the folder that it starts in decides what it imports.
             "-I",
             "-c",
             _BOOT,
@@ -97,7 +99,7 @@ def _start(descriptor: int, environment: dict[str, str], protocol: FrameProtocol
         ],
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
-        # What handlers print is no part of what the server says on its own standard output.
+        # What handlers print is no part of the server's own standard output.
         stdout=_STDERR,
         env=environment,
         start_new_session=True,
@@ -136,8 +138,8 @@ class ProcessChild(FramedChild):
             _kill_session_of(self._process)
 
     def _wait(self) -> None:
-        """In a thread: nothing else tells a loop of any kind that a process has ended. Reaping it is for `_end`."""
-        with suppress(ChildProcessError):  # Something of this program reaped it, which is no reason to wait on.
+        """In a thread: nothing else tells every kind of loop that a process has ended. `_end` reaps it."""
+        with suppress(ChildProcessError):  # Other code of this program has reaped it: it has ended.
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         try:
             self._loop.call_soon_threadsafe(self._exited.set)
@@ -150,13 +152,13 @@ class ProcessChild(FramedChild):
         await asyncio.wait([exited, lost], return_when=asyncio.FIRST_COMPLETED)
         if not exited.done():
             await asyncio.wait([exited], timeout=_EOF_SECONDS)
-        # What its handler has started may hold the socket open, and is of no use without it.
+        # Programs that its handler has started may hold the socket open, and are of no use without it.
         self._end_by_force()
         await exited
         return_code = self._process.wait()  # It has ended.
         if not lost.done():
-            # What has left the session may hold the other end open for as long as it likes. What the child itself said
-            # last is read by then.
+            # A program that has left the session may hold the other end open for ever. The child's own last frames are
+            # read by then.
             await asyncio.wait([lost], timeout=_EOF_SECONDS)
             self._protocol.close()
         await lost
@@ -164,7 +166,7 @@ class ProcessChild(FramedChild):
 
 
 def _kill_session_of(process: subprocess.Popen[bytes]) -> None:
-    """Which must not have been reaped."""
+    """The process must not have been reaped."""
     with suppress(ProcessLookupError, PermissionError):  # Nothing of it is left.
         os.killpg(process.pid, signal.SIGKILL)
 

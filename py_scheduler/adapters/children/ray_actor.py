@@ -27,7 +27,9 @@ _MAX_HELLO_BYTES = 4_096
 
 
 class Newcomer(FrameProtocol):
-    """A connection that has not said yet whose it is; cut, unless its first frame names an actor that is waited for."""
+    """A connection that has not said yet whose it is. It is cut unless its first frame names an actor that the host
+    waits for.
+    """
 
     def __init__(self, admit: Callable[[FrameProtocol, Hello], bool]) -> None:
         super().__init__(max_bytes=_MAX_HELLO_BYTES)
@@ -73,14 +75,14 @@ class RayActor(FramedChild):
         super().__init__(pid, protocol)
 
     def resident_mib(self) -> float | None:
-        return None  # On another machine: what Ray kills for memory ends like anything that dies.
+        return None  # It is on another machine. An actor that Ray kills for its memory ends like any other.
 
     @property
     def _has_ended(self) -> bool:
         return self._over.done()
 
     def _end_by_force(self) -> None:
-        # Ray may take a while, and meanwhile nothing that the actor says is heard.
+        # Ray may take a while; nothing that the actor says meanwhile is heard.
         self._protocol.close()
         kill(self._ray, self._actor)
 
@@ -90,7 +92,7 @@ class RayActor(FramedChild):
         self._protocol.close()
         await lost
         if not self._over.done():
-            # Its end of the connection is its own: without one it has ended, or ends now.
+            # Only the actor holds the other end of the connection: it has ended, or ends now.
             kill(self._ray, self._actor)
             await asyncio.wait([self._over], timeout=END_SECONDS)
         return how_it_ended(self._over) if self._over.done() else "its connection broke"
@@ -100,12 +102,12 @@ def kill(ray: Any, actor: Any) -> None:
     """Returns at once."""
     try:
         ray.kill(actor, no_restart=True)
-    except Exception as error:  # noqa: BLE001 -- whatever Ray raises, who has lost its connection ends by itself
+    except Exception as error:  # noqa: BLE001 -- whatever Ray raises, an actor without a connection ends by itself
         _log.warning("Ray does not kill an actor: %s", error)
 
 
 def told(ended: concurrent.futures.Future[Any]) -> asyncio.Future[Any]:
-    """For the loop: of an actor's end, which nobody may be waiting for any more."""
+    """An actor's end as a future of the loop. Nobody need be waiting for it when it comes."""
     over = asyncio.wrap_future(ended)
     over.add_done_callback(lambda over: over.cancelled() or over.exception())
     return over

@@ -1,14 +1,14 @@
 """Children as actors of a Ray cluster. Implements `domain.runners.runner.ChildHost`.
 
-PlacementPool decides and Ray obeys: an actor is bound to the node that its token names and takes nothing of Ray's own
-accounts. What a server and an actor say to one another goes past Ray, over TCP (`domain/runners/frames.py`).
+PlacementPool decides and Ray obeys: an actor is bound to the node that its token names and asks Ray for no resources.
+The server and an actor talk past Ray, over TCP (`domain/runners/frames.py`).
 
 Invariants
-  1. A connection is nobody's until its first frame, a small one, has said the secret of an actor that is being started;
-     each secret opens one connection, once.
-  2. An actor runs on the node that was asked for, or not at all.
+  1. A connection belongs to no actor until its first frame, a small one, has named the secret of an actor that is being
+     started. Each secret opens one connection, once.
+  2. An actor runs on the node that its token names, or not at all.
   3. An actor ends with its connection, and the connection is cut when Ray says that the actor has ended.
-  4. Nobody waits for Ray in the loop: its calls are made in threads.
+  4. The loop never waits for Ray: threads make its calls.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class RayHost:
         try:
             return await self._launch(key, settings)
         except RunnerStartError:
-            # So that who waits for a node that is gone hears that, and not that nothing can be started there.
+            # A permit that waits for a node that is gone is to hear that, and not that nothing can be started there.
             await self._look_at_nodes()
             raise
 
@@ -142,7 +142,7 @@ class RayHost:
         variables = actor_environment(os.environ, gpu_ids, settings)
         starting = asyncio.ensure_future(asyncio.to_thread(self._start_actor, node_id, secret, variables))
         try:
-            # Ray goes on with it even if nobody waits any more.
+            # Ray starts the actor even if nobody waits for it any more.
             actor, ended = await asyncio.shield(starting)
             over = told(ended)
             await asyncio.wait([arrived, over], return_when=asyncio.FIRST_COMPLETED)
@@ -184,7 +184,7 @@ class RayHost:
         return actor, actor.serve.remote(*self._address, secret, variables).future()
 
     def _admit(self, protocol: FrameProtocol, hello: Hello) -> bool:
-        """Whether it is an actor that is waited for."""
+        """Whether this is an actor that somebody waits for."""
         arrived = self._expected.find(hello.secret)
         if arrived is None or arrived.done():
             return False
@@ -214,7 +214,7 @@ class RayHost:
         }
 
     async def _watch_nodes(self) -> None:
-        """Ray tells nobody when a node goes, so it is asked."""
+        """Asks Ray again and again, which tells nobody when a node goes."""
         while True:
             await self._look_at_nodes()
             await asyncio.sleep(_WATCH_SECONDS)
@@ -243,7 +243,9 @@ class RayHost:
 def actor_environment(
     environment: Mapping[str, str], gpu_ids: tuple[int, ...] | None, settings: RunnerSettings
 ) -> dict[str, str]:
-    """What an actor gets beside its node's own: the listed names, but those that are each machine's own; its GPUs."""
+    """What an actor gets beside its node's own environment: the listed names without those that belong to a machine,
+    and its GPUs.
+    """
     said = {
         name: environment[name]
         for name in settings.environment

@@ -28,7 +28,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One tried sample. sample: None when none was ever played. traceback: lines, when the handler raised."""
+    """One tried sample. sample: None when none ever ran. traceback: lines, when the handler raised."""
 
     handler: str
     info: ServerInfo
@@ -52,7 +52,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outcome(self) -> Outcome | None:
-        """What that makes of it; None when no sample was ever played."""
+        """What that makes of it; None when no sample ever ran."""
         if self.done.group_outcomes:
             return self.done.group_outcomes[0]
         return self.sample.outcome if self.sample else None

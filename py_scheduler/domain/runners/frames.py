@@ -1,13 +1,13 @@
-"""What the server and a child that plays for it say to one another, over whatever carries frames: msgpack, one message
-to a frame.
+"""What the server and a child that runs samples for it say to one another, over whatever carries frames: msgpack, one
+message to a frame.
 
     server                                   child
       <- Hello                                 connects
       MakeHandler ->                           imports and makes it
       <- Ready | Unfit
       Ping -> <- Pong                          before every attempt: it is alive, and its loop turns
-      RunSample -> ... <- Returned | Raised      the handler's run
-      EvalSample -> ... <- Returned | Raised     its eval, of what run returned, which stays in the child
+      RunSample -> ... <- Returned | Raised    the handler's run
+      EvalSample -> ... <- Returned | Raised   its eval of what run returned, which stays in the child
       EvalGroup -> ... <- Returned | Raised    its eval_group
       during any of them: <- Ask, Answer | Refused ->, <- Withdraw, Cancel ->
       Leave ->                                 ends
@@ -119,7 +119,7 @@ class Withdraw(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
 
 class Returned(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """value: an `AgentSaid`, a `RewardSaid` or a list of these, by what was played."""
+    """value: an `AgentSaid` of run, a `RewardSaid` of eval, a list of these of eval_group."""
 
     order_no: int
     value: msgspec.Raw
@@ -189,7 +189,7 @@ class TokenSaid(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
 
 class RunSample(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """variables: for the child's environment while it plays this sample."""
+    """variables: for the child's environment while it runs this sample."""
 
     order_no: int
     sample: Sample
@@ -210,7 +210,7 @@ class EvalGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """What is being played is to end."""
+    """The phase that is under way is to end."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):

@@ -1,6 +1,6 @@
 """What is known of a runner from outside (design words: Runner), and what runners that are no part of this loop need.
 
-A runner plays one sub-task at a time. `inline` runners are the loop itself; `process` and `ray` runners are children
+A runner runs one sub-task at a time. `inline` runners are the loop itself; `process` and `ray` runners are children
 that live outside it; whoever brings runners of another kind implements `execution.runner.Runners`.
 """
 
@@ -182,7 +182,7 @@ class ChildHost(Protocol):
         ...
 
     def key_of(self, token: PlacementToken) -> RunnerKey:
-        """Which children may play with this token."""
+        """Which children may run samples with this token."""
         ...
 
     async def launch(self, key: RunnerKey, settings: RunnerSettings) -> Child:

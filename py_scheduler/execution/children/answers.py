@@ -1,8 +1,8 @@
-"""What a child asks of the episode that it plays, and the answers that are on their way.
+"""What a child asks of the episode that it runs, and the answers that are on their way.
 
 Invariants
-  1. A question is answered by that sample's HandlerEpisode, which alone records: so caps, pauses, rids, aborts and
-     partial tokens are what they are for a handler in the loop. Without an episode it is refused.
+  1. The sample's HandlerEpisode answers each question, and it alone records. So caps, pauses, rids, aborts and partial
+     tokens are what they are for a handler in the loop. Without an episode a question is refused.
   2. Every question gets exactly one answer or refusal.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import Episode
     from py_scheduler.domain.runners.frames import Question
 
-_NO_EPISODE = "no episode is being played: what it left running can use it no more"
+_NO_EPISODE = "no episode is running: what it left running can use it no more"
 
 
 class ChildAnswers:
@@ -64,12 +64,12 @@ class ChildAnswers:
             self._under_way[ask.call_no] = task
 
     def withdraw(self, call_no: int) -> None:
-        """Nobody waits for that answer any more; it is sent all the same."""
+        """Cancels the work on an answer that nobody waits for any more; an answer is sent all the same."""
         if (task := self._under_way.get(call_no)) is not None:
             _cancel_once(task)
 
     def cancel(self) -> None:
-        """What is being done for the child is to end."""
+        """Cancels the work on all answers."""
         for task in self._under_way.values():
             _cancel_once(task)
 

@@ -1,17 +1,20 @@
-"""Runners that are children outside the loop, processes or actors: how many there are, and who gets which.
+"""Runners that are children outside the loop, processes or actors: how many there are, and which permit gets which.
 
 Invariants
-  1. At most `max_runners` slots have a child or one on its way: STARTING, IDLE or BUSY. A child that is dead, too
-     large or under suspicion is replaced before its slot counts as capacity again, and has ended before another one
-     is launched.
-  2. A child that is handed out has answered a ping since; a permit waits for one before its attempt is begun, so a
-     child that dies while nobody plays costs no attempt.
-  3. A slot whose start failed is tried again after a backoff, for as long as somebody waits for it: capacity is never
-     lost, and a start that always fails is not tried in a loop. Meanwhile the slot takes no room from others.
-  4. Nobody waits in vain: who waits for children of which there is none, and could be started none, gets an empty
-     handle. What is played there is lost, so a task's own budget bounds how often that is tried.
-  5. A child sees the GPUs that it was started with: it plays for tokens of those GPUs alone. Who waits for GPUs that
-     have no child at all is not passed over for ever by who shares one.
+  1. At most `max_runners` slots have a child or one on its way: STARTING, IDLE or BUSY. A child that is dead, too large
+     or under suspicion is replaced before its slot counts as capacity again, and it has ended before another one is
+     launched.
+  2. A child answers a ping before each attempt. A permit waits for one that does, and only then takes its attempt: a
+     child that dies while it idles costs no attempt.
+  3. A slot whose start failed is tried again after a backoff, for as long as somebody waits for it. So capacity is
+     never lost, and a start that always fails is not tried in a loop: with `prepare_max_retries = 2`, three tries at
+     once, then
+     three more after at most 1 s, 2 s, 4 s and so on up to 30 s. In between the slot takes no room from others.
+  4. Nobody waits in vain. A permit that waits for children of which there is none, and of which none could be started,
+     gets an empty handle. An attempt there is lost, so a task's own budget bounds how often that is tried.
+  5. A child sees the GPUs that it was started with, and runs samples for tokens of those GPUs alone. With `max_runners
+     = 2`, two children on GPU 0 and a permit that waits for GPU 1: the next child of GPU 0 that becomes free ends and
+     makes room for one on GPU 1, unless a permit that came earlier waits for GPU 0.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from py_scheduler.domain.runners.runner import ANYWHERE, RunnerState
 from py_scheduler.domain.values.backoff import backoff_seconds
 from py_scheduler.errors import RunnerStartError
 from py_scheduler.execution.children.handle import ChildHandle, EmptyHandle
-from py_scheduler.execution.children.memory import MemoryWatch
 from py_scheduler.execution.children.slots import ChildSlots
 from py_scheduler.execution.children.starter import ChildStarter
 from py_scheduler.execution.runner import RunnerGoneError
@@ -46,13 +48,15 @@ _PING_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
 _FIRST_BACKOFF_SECONDS = 1.0
 _LONGEST_BACKOFF_SECONDS = 30.0
+_LOOK_SECONDS = 0.5
+"""Between two looks at what children hold of their machine's memory."""
 
 
 class ChildRunners:
     """All children of one evaluator. Implements `execution.runner.Runners`.
 
     variables: what a child's environment says of an iteration. import_path: where the server finds its modules.
-    first_key: of the children that are started before anything waits for one.
+    first_key: of the children that start with the server, before anybody waits for one.
     """
 
     standing_handle = None
@@ -76,7 +80,7 @@ class ChildRunners:
         self._first_key = first_key
         self._starter = ChildStarter(host, settings, plan, variables, import_path)
         self._slots = ChildSlots(evaluator_id, settings.max_runners)
-        self._memory = MemoryWatch(self._slots, settings.hard_resident_mib, clock)
+        self._next_look: TimerHandle | None = None
         self._arrivals = itertools.count()
         self._gone_nodes: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,7 +95,7 @@ class ChildRunners:
         self._is_open = True
         for _ in range(min(self._settings.min_runners, self._settings.max_runners)):
             self._start(self._slots.new(self._first_key))
-        while self._tasks:  # One that fails is followed by another try.
+        while self._tasks:  # Another try follows one that fails.
             await asyncio.wait([*self._tasks])
         failed = [slot for slot in self._slots if slot.state is RunnerState.FAILED]
         if failed:
@@ -117,7 +121,8 @@ class ChildRunners:
             task.cancel()
         if self._tasks:
             await asyncio.wait([*self._tasks])
-        self._memory.end()
+        if self._next_look is not None:
+            self._next_look.cancel()
         await self._starter.close()
         self._slots.clear()
         if self._is_open:
@@ -125,7 +130,7 @@ class ChildRunners:
             await self._host.close()
 
     def drop_node(self, node_ip: str) -> None:
-        """The node is gone: nobody waits for runners there any more."""
+        """The node is gone: no permit waits for runners there any more."""
         self._gone_nodes.add(node_ip)
         for queue in [queue for queue in self._slots.queues if queue.key[0] == node_ip]:
             queue.refuse_all(RunnerGoneError(f"node {node_ip} is gone"))
@@ -141,7 +146,7 @@ class ChildRunners:
         while True:
             slot = self._pop_idle(key) or await self._wait_for(key)
             session = slot.session
-            assert session is not None, "who is handed out has a child"
+            assert session is not None, "a slot that is handed out has a child"
             try:
                 async with asyncio.timeout(_PING_SECONDS):
                     is_alive = await session.ping()
@@ -160,7 +165,7 @@ class ChildRunners:
                 raise RunnerStartError(slot.message)
 
     def give_back(self, slot: ChildSlot, suspicion: str = "") -> None:
-        """Of a handle that is left: replaces the child if it is not what it should be."""
+        """Takes the slot of a handle that was left, and replaces its child if that is not what it should be."""
         session, limit = slot.session, self._settings.max_resident_mib
         assert session is not None
         if self._is_closed:
@@ -181,7 +186,7 @@ class ChildRunners:
         self._replace(slot)
 
     def _retire(self, session: ChildSession) -> None:
-        """It has nothing to do any more; one that does not leave by itself is made to."""
+        """Lets a child without work leave by itself, and kills it if it does not."""
         session.retire()
         until = self._clock.monotonic() + _LEAVE_SECONDS
         self._leaving[session] = self._clock.call_at(until, lambda: session.kill("it did not leave"))
@@ -200,8 +205,24 @@ class ChildRunners:
 
     def _busy(self, slot: ChildSlot) -> ChildSlot:
         slot.state = RunnerState.BUSY
-        self._memory.begin()
+        self._watch_memory()
         return slot
+
+    def _watch_memory(self) -> None:
+        """Nothing tells when a child grows while it runs: looks at all of them, until none is busy any more."""
+        if self._settings.hard_resident_mib is not None and self._next_look is None:
+            self._next_look = self._clock.call_at(self._clock.monotonic() + _LOOK_SECONDS, self._look_at_memory)
+
+    def _look_at_memory(self) -> None:
+        self._next_look = None
+        limit_mib = self._settings.hard_resident_mib
+        busy = [slot.session for slot in self._slots if slot.state is RunnerState.BUSY]
+        for session in busy:
+            size_mib = None if session is None else session.child.resident_mib()
+            if session is not None and size_mib is not None and limit_mib and size_mib > limit_mib:
+                session.kill(f"it held {size_mib:.0f} MiB, hard_resident_mib is {limit_mib:g}")
+        if busy:
+            self._watch_memory()
 
     async def _wait_for(self, key: RunnerKey) -> ChildSlot:
         if self._is_closed:
@@ -220,7 +241,9 @@ class ChildRunners:
             raise
 
     def _release(self, slot: ChildSlot) -> None:
-        """To whoever has waited longest for one like it, or it idles; or it makes room for who has none at all."""
+        """Gives a slot to the permit that has waited longest for one like it; without one, the slot idles. It ends
+        instead, and makes room, if an earlier permit waits for children of which there is none.
+        """
         queue = self._slots.queue_served_by(slot)
         if queue.first is None:
             slot.state = RunnerState.IDLE
@@ -241,7 +264,7 @@ class ChildRunners:
         self._slots.drop(slot)
 
     def _make_room(self) -> bool:
-        """Lets an idle child go that nobody waits for."""
+        """Lets an idle child go, which nobody waits for."""
         queue = self._slots.queue_with_idle(ANYWHERE)
         if queue is not None:
             self._let_go(queue.idle.pop(0))
@@ -252,7 +275,7 @@ class ChildRunners:
             self._provide(queue)
 
     def _provide(self, queue: WaitQueue) -> None:
-        """Starts as many as are waited for, as far as there is room."""
+        """Starts as many children as permits wait for there, as far as there is room."""
         if self._is_closed or queue.is_held_back:
             return
         if queue.failed is not None and queue.missing <= 0:
@@ -293,7 +316,7 @@ class ChildRunners:
             self._release(slot)
 
     def _has_failed(self, slot: ChildSlot) -> None:
-        """A start came to nothing: once more, or not before a while."""
+        """A start came to nothing: tries once more now, or after the backoff."""
         slot.failed_tries += 1
         tries_left = self._settings.prepare_max_retries + 1 - slot.failed_tries
         logger.warning("runner %s did not start (%d tries left): %s", slot.runner_id, tries_left, slot.message)
@@ -319,7 +342,7 @@ class ChildRunners:
         self._provide(queue)
 
     def _ended(self, slot: ChildSlot, session: ChildSession) -> None:
-        """A child is no more. Who plays with it hears so by himself; one that idled leaves its slot to others."""
+        """A child is no more. Its session tells an attempt that runs there; if it idled, its slot is free for others."""
         if (timer := self._leaving.pop(session, None)) is not None:
             timer.cancel()
         if slot.session is session and slot.state is RunnerState.IDLE and not self._is_closed:

@@ -1,11 +1,11 @@
-"""The server's end of a child: plays a handler that lives there, and answers what its episode asks.
+"""The server's end of a child: runs a handler that lives there, and answers what its episode asks.
 
 Invariants
-  1. At most one order is under way; a phase (run, eval, eval_group) ends by the child's word or by the child's end.
-  2. A word bears the number of the order that it answers, so what is said late answers nothing.
-  3. A phase that did not return leaves nothing under way: what it was generating is aborted, and its tokens are in the
+  1. At most one order is under way. A phase (run, eval, eval_group) ends by the child's word or by the child's end.
+  2. A word bears the number of the order that it answers. So a late word answers no other order.
+  3. A phase that did not return leaves nothing under way: its generation is aborted, and the tokens of that are in the
      record before the phase ends.
-  4. Who says what no child says, or was killed, is heard no more.
+  4. A child that says what no child says is killed, and nothing that a killed child says is heard.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _ODD = "it said what no runner says"
 class ChildSession(BaseAgent):
     """One live child. To `execution.run_sample` it is the handler.
 
-    worker: whose task a stop cancels; set by whoever plays. resident_mib: what the child said of itself last.
-    how_it_ended: once it is over.
+    worker: the one that runs the sample, while one does: its task is what a stop cancels. resident_mib: what the child
+    said of itself last. how_it_ended: once it is over.
     """
 
     def __init__(self, child: Child, variables: Variables, on_end: Callable[[ChildSession], None]) -> None:
@@ -91,10 +91,10 @@ class ChildSession(BaseAgent):
     def is_alive(self) -> bool:
         return not (self._is_killed or self.over.is_set()) and self.child.is_alive
 
-    # Life
+    # Its life
 
     async def prepare(self, plan: HandlerPlan, import_path: Sequence[str]) -> None:
-        """Lets the child make the handler. Raises RunnerStartError."""
+        """Has the child make its handler. Raises RunnerStartError."""
         order = MakeHandler(
             order_no=self._next_no(), name=plan.name, arguments=plan.arguments, key=plan.key, import_path=[*import_path]
         )
@@ -122,14 +122,14 @@ class ChildSession(BaseAgent):
         self.child.kill(why)
 
     def forget_episode(self) -> None:
-        """The sample is over: what the child asks for it from now on is refused."""
+        """The sample is over: from now on its questions are refused."""
         self._answers.episode = None
 
-    # Plays, as a BaseAgent does
+    # As a BaseAgent
 
     async def run(self, episode: Episode) -> AgentResult:
         self._answers.episode, token, iteration = episode, episode.token, episode.iteration
-        value = await self._play(
+        value = await self._execute(
             RunSample(
                 order_no=self._next_no(),
                 sample=episode.sample,
@@ -145,16 +145,16 @@ class ChildSession(BaseAgent):
         )
 
     async def eval(self, episode: Episode, result: AgentResult) -> Reward:  # noqa: ARG002 -- the child has the result
-        value = await self._play(EvalSample(order_no=self._next_no()))
+        value = await self._execute(EvalSample(order_no=self._next_no()))
         await self._quiet()
         self.forget_episode()
         return self._reward_of(self._read(value, RewardSaid))
 
     async def eval_group(self, task: Task, samples: Sequence[SampleDone]) -> Sequence[Reward]:
-        value = await self._play(EvalGroup(order_no=self._next_no(), task=task, samples=[*samples]))
+        value = await self._execute(EvalGroup(order_no=self._next_no(), task=task, samples=[*samples]))
         return [self._reward_of(said) for said in self._read(value, list[RewardSaid])]
 
-    async def _play(self, order: RunSample | EvalSample | EvalGroup) -> msgspec.Raw:
+    async def _execute(self, order: RunSample | EvalSample | EvalGroup) -> msgspec.Raw:
         try:
             word = await self._word_for(order, (Returned, Raised), passes_stops=True)
         except RunnerLostError:
@@ -171,7 +171,7 @@ class ChildSession(BaseAgent):
         raise ReportedError(word.error, word.outcome, word.shown)
 
     async def _quiet(self) -> None:
-        """Ends what is being done for the child, and waits until its tokens are recorded."""
+        """Cancels the answers that are on their way, and waits until their tokens are recorded."""
         while self._answers.are_under_way:
             self._answers.cancel()
             try:
@@ -185,9 +185,9 @@ class ChildSession(BaseAgent):
         return self._last_order_no
 
     async def _word_for(self, order: Order, kinds: tuple[type, ...], *, passes_stops: bool = False) -> Any:
-        """Sends, and waits for the word that answers it, which is one of these kinds. Raises RunnerLostError.
+        """Sends an order, and waits for the word of one of these kinds that answers it. Raises RunnerLostError.
 
-        passes_stops: a cancellation is the child's to obey, and this still waits for its word.
+        passes_stops: tells the child of a cancellation, and goes on waiting for its word.
         """
         assert self._awaited is None, "one thing at a time"
         if self.over.is_set():

@@ -1,4 +1,4 @@
-"""The slots of an evaluator's children, and by key who waits for which. Nothing is started or ended here.
+"""The slots of an evaluator's children, and by key the permits that wait for one. Starts and ends nothing.
 
 Invariant: a slot is in the queue of its key from `new` to `drop`.
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class ChildSlot:
-    """Where one child lives, and after it the next: kept over restarts.
+    """Where one child lives, and after it the next: the slot stays over restarts.
 
-    failed_tries: starts in a row that came to nothing. failed_rounds: how often in a row all tries did.
-    has_run: the child that is there now, whether it was ever given to a permit.
+    failed_tries: starts in a row that came to nothing. failed_rounds: how often in a row all tries of a round did.
+    has_run: whether a permit ever got the child that is there now.
     """
 
     def __init__(self, runner_id: str, key: RunnerKey) -> None:
@@ -72,7 +72,7 @@ class ChildSlot:
 
 
 class Waiter:
-    """A permit that wants a child. arrival_no: who is older goes first, whichever of the children would do for both."""
+    """A permit that wants a child. arrival_no: of two that one child would do for, the lower number goes first."""
 
     def __init__(self, arrival_no: int) -> None:
         self.arrival_no = arrival_no
@@ -80,10 +80,10 @@ class Waiter:
 
 
 class WaitQueue:
-    """Of one key.
+    """The slots of one key, and the permits that wait for one of them.
 
-    failed: the slot whose start failed last, if it has not been tried again; of several the first.
-    may_try_again: the backoff of that slot is over.
+    failed: the slot whose start failed and has not been tried again; of several, the first one.
+    may_try_again: whether the backoff of that slot is over.
     """
 
     def __init__(self, key: RunnerKey) -> None:
@@ -97,30 +97,30 @@ class WaitQueue:
 
     @property
     def first(self) -> Waiter | None:
-        """Who has waited longest, without those that were cancelled and have not had their turn to leave yet."""
+        """The waiter that has waited longest, without those that are cancelled and about to leave."""
         while self._waiters and self._waiters[0].given.done():
             self._waiters.popleft()
         return self._waiters[0] if self._waiters else None
 
     @property
     def arrival_no(self) -> float:
-        """Of the first."""
+        """The first waiter's; infinite if nobody waits."""
         return math.inf if self.first is None else self.first.arrival_no
 
     @property
     def missing(self) -> int:
-        """How many are waited for beyond those that are on their way."""
+        """How many children to start: 5 waiters and 2 children on their way make 3."""
         waiting = sum(not waiter.given.done() for waiter in self._waiters)
         return waiting - sum(slot.state is RunnerState.STARTING for slot in self.slots)
 
     @property
     def has_live_slots(self) -> bool:
-        """Also such as are on their way."""
+        """Whether a child lives there or is on its way."""
         return any(slot is not self.failed for slot in self.slots)
 
     @property
     def is_held_back(self) -> bool:
-        """Its last start failed, and it is too early for another."""
+        """Whether its last start failed and it is too early for another."""
         return self.failed is not None and not self.may_try_again
 
     def join(self, arrival_no: int) -> Waiter:
@@ -129,7 +129,7 @@ class WaitQueue:
         return waiter
 
     def withdraw(self, waiter: Waiter) -> ChildSlot | None:
-        """What it was given before it could be told that it is no longer to wait."""
+        """Takes a waiter out. Returns the slot that it was given just before, if it was."""
         if waiter in self._waiters:
             self._waiters.remove(waiter)
         given = waiter.given
@@ -138,7 +138,7 @@ class WaitQueue:
         return given.result()
 
     def give(self, slot: ChildSlot) -> None:
-        """To the first, who must be there."""
+        """Gives a slot to the first waiter, which must be there."""
         self._waiters.popleft().given.set_result(slot)
 
     def refuse_all(self, error: Exception) -> None:
@@ -153,7 +153,7 @@ class WaitQueue:
 
 
 class ChildSlots:
-    """max_live: how many may have a child or one on its way."""
+    """All slots of one evaluator. max_live: how many may have a child or one on its way."""
 
     def __init__(self, evaluator_id: str, max_live: int) -> None:
         self._evaluator_id = evaluator_id
@@ -182,41 +182,41 @@ class ChildSlots:
         self._slots.clear()
         self._queues.clear()
 
-    # Lines
+    # Queues
 
     def queue(self, key: RunnerKey) -> WaitQueue:
         return self._queues.setdefault(key, WaitQueue(key))
 
     @property
     def queues(self) -> list[WaitQueue]:
-        """Whose first has waited longest comes first."""
+        """In the order in which their first waiters came."""
         return sorted(self._queues.values(), key=lambda queue: queue.arrival_no)
 
     def queue_served_by(self, slot: ChildSlot) -> WaitQueue:
-        """Of those that a slot would do for, the one whose first has waited longest."""
+        """Of the two queues that a slot can serve, the one whose first waiter came earlier."""
         return min(self.queue(slot.key), self.queue(ANYWHERE), key=lambda queue: queue.arrival_no)
 
     def queue_with_idle(self, key: RunnerKey) -> WaitQueue | None:
-        """One with idle children that would do for the key."""
+        """A queue with idle children that would do for the key."""
         queue = self.queue(key)
         if not queue.idle and key == ANYWHERE:
             return next((queue for queue in self._queues.values() if queue.idle), None)
         return queue if queue.idle else None
 
-    # What holds of all
+    # All slots together
 
     @property
     def has_room(self) -> bool:
         return sum(slot.state is not RunnerState.FAILED for slot in self) < self._max_live
 
     def is_anybody_starved(self, arrival_no: float) -> bool:
-        """Whether somebody who came before that number waits for children of which there is none."""
+        """Whether a waiter that came before that number waits for children of which there is none."""
         return any(
             queue.arrival_no < arrival_no and not (queue.has_live_slots or queue.is_held_back)
             for queue in self._queues.values()
         )
 
     def is_hopeless(self, queue: WaitQueue) -> bool:
-        """Whether nothing lives that could serve who waits there."""
+        """Whether no child lives or is on its way that could serve this queue."""
         serving = self._queues.values() if queue.key == ANYWHERE else [queue]
         return not any(queue.has_live_slots for queue in serving)

@@ -1,8 +1,8 @@
 """Brings children up and takes them down.
 
 Invariants
-  1. What was launched is known here until it has ended, whoever waited for it.
-  2. At most `max_runners` children exist. Those that are ending count too: memory and GPUs are theirs until then.
+  1. A child that was launched is known here until it has ended, also if whoever asked for it has gone.
+  2. At most `max_runners` children exist. A child that is ending counts too: it holds memory and GPUs until its end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ChildStarter:
         self._sessions: set[ChildSession] = set()
 
     async def launch(self, key: RunnerKey, on_end: Callable[[ChildSession], None]) -> ChildSession:
-        """A child that has made its handler. Raises RunnerStartError; then it is killed."""
+        """A child that has made its handler. Raises RunnerStartError; then the child is killed."""
         start_seconds = self._settings.start_seconds
         async with self._limit:
             await self._take_room()
@@ -67,7 +67,7 @@ class ChildStarter:
             raise RunnerStartError(why) from None
 
     async def _prepared(self, key: RunnerKey, on_end: Callable[[ChildSession], None]) -> ChildSession:
-        """Gives the room back when the child has ended, or when there was none."""
+        """Gives the room back when the child has ended, or when none was launched."""
 
         def ended(session: ChildSession) -> None:
             self._sessions.discard(session)
@@ -87,7 +87,7 @@ class ChildStarter:
         except BaseException:
             session.kill("it was not ready")
             raise
-        if not session.is_alive:  # Its last words were that it was ready.
+        if not session.is_alive:  # It said that it was ready, and ended.
             raise RunnerStartError(f"the runner ended as soon as it was ready: {session.how_it_ended}")
         return session
 

@@ -62,7 +62,7 @@ def may_retry(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) -> 
 
 
 def _may_try_again(task: TaskRecord, command: EndAttempt) -> bool:
-    """Not what was stopped, nor what is kept in part: its samples that succeeded would be played twice."""
+    """Not what was stopped, nor what is kept in part: its samples that succeeded would run twice."""
     if task.stop_cause is not None:
         return False
     return not (task.task.config.keeps_partial and any(sample.is_scored for sample in command.samples))
@@ -206,7 +206,7 @@ def group_done(task: TaskRecord, command: ScoreGroup) -> TaskDone:
 
 
 def _group_outcome(sample: SampleDone, reward: Reward, solve_threshold: float) -> Outcome:
-    """What the group's score makes of a sample; how one ended that was not played to its end, no score changes."""
+    """What the group's score makes of a sample; how one ended that did not run to its end, no score changes."""
     if not sample.is_scored:
         return sample.outcome
     return classify_termination(reward.score, sample.termination_reason, solve_threshold)
