@@ -155,7 +155,7 @@ class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     mask_off_policy_prefix: bool = False
     """Takes tokens of older weights than a sample's newest out of its loss mask."""
     runner: RunnerKind = "inline"
-    """Where its samples are played: in the loop, in processes of this machine, or in actors of a Ray cluster."""
+    """Where its samples run: in the loop, in processes of this machine, or in actors of a Ray cluster."""
     runner_settings: RunnerSettings = RunnerSettings()
     """Of the latter two."""
 

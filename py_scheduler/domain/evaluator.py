@@ -202,7 +202,7 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     admits_subtasks_alone: bool = False
     """Each SubTask is admitted by itself as soon as one token is free, and not its whole batch."""
     runner: str = "inline"
-    """Where samples are played: `inline` (in the loop), `process` or `ray`, by a `HandlerElsewhere` as the handler."""
+    """Where samples run: `inline` (in the loop), `process` or `ray`, by a `HandlerElsewhere` as the handler."""
 
     @property
     def sample_resource(self) -> Resource:

@@ -201,7 +201,7 @@ class HandlerEpisode:
             return STUDENT
         if TEACHER not in self._services.gateway:
             raise FailedPreconditionError(
-                f"the iteration's beta is {self.iteration.beta:g}, and no generation backend has the role {TEACHER!r}: "
+                f"the iteration's beta is {self.iteration.beta:g}, and no generation engine has the role {TEACHER!r}: "
                 f"add [generation.{TEACHER}], or submit with beta 0"
             )
         return TEACHER if self._draw(self.iteration.rollout_id) < self.iteration.beta else STUDENT

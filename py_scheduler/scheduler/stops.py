@@ -201,7 +201,7 @@ class Stops:
         self._admission.attempts_were_ended()
 
     async def drain(self, grace_seconds: float, *, ends_what_is_open: bool) -> None:
-        """Begins no attempt any more. Returns when nothing runs, or the grace is over and what this stopped has ended."""
+        """Begins no attempt any more. Returns when nothing runs, or the grace is over and what it stopped has ended."""
         self._supervisor.is_draining = True
         try:
             async with asyncio.timeout(grace_seconds):

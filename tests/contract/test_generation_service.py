@@ -210,7 +210,7 @@ async def test_an_engine_that_is_gone_is_named_by_its_role_and_nothing_stays_hel
         await here.sglang._runner.cleanup()
         with pytest.raises(EngineUnavailableError) as caught:
             await client.pause()
-        assert str(caught.value) == "the backend in role 'student' did not pause: the log says why"
+        assert str(caught.value) == "the engine in role 'student' did not pause: the log says why"
         assert (await client.states())[STUDENT].pause_mode is None
 
 

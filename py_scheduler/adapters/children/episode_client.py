@@ -91,7 +91,7 @@ class Calls:
             told(frame)
 
     def ask(self, question: Question) -> msgspec.Raw:
-        """Waits for the answer, and holds up its own thread meanwhile: for questions that the server answers at once."""
+        """Waits for the answer and holds up its own thread: for questions that the server answers at once."""
         arrived = threading.Event()
         answers: list[Answer | Refused] = []
 

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class FramedChild(ABC):
-    """Implements `domain.runners.runner.Child` but for the end of the process or actor. watch: over once it has ended."""
+    """Implements `domain.runners.runner.Child` but for the end of its process or actor. watch: over once that ended."""
 
     def __init__(self, pid: int, protocol: FrameProtocol) -> None:
         self.pid = pid

@@ -342,7 +342,7 @@ class ChildRunners:
         self._provide(queue)
 
     def _ended(self, slot: ChildSlot, session: ChildSession) -> None:
-        """A child is no more. Its session tells an attempt that runs there; if it idled, its slot is free for others."""
+        """A child is no more. Its session tells an attempt that runs there; if it idled, others get its slot."""
         if (timer := self._leaving.pop(session, None)) is not None:
             timer.cancel()
         if slot.session is session and slot.state is RunnerState.IDLE and not self._is_closed:

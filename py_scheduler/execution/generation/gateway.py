@@ -97,7 +97,7 @@ class GenerationGateway:
         found = self._roles.get(role)
         if found is None:
             raise FailedPreconditionError(
-                f"no generation backend has the role {role!r} (configured: {self._known()}): add [generation.{role}]"
+                f"no generation engine has the role {role!r} (configured: {self._known()}): add [generation.{role}]"
             )
         return found.backend
 
@@ -235,7 +235,7 @@ class GenerationGateway:
             try:
                 weights.saw((await weights.backend.model_info()).weight_version)
             except GenerationError as error:
-                logger.warning("the backend in role %s does not say what it serves: %s", role.name, error)
+                logger.warning("the engine in role %s does not say what it serves: %s", role.name, error)
         return GenerationState(
             role=role.name,
             pause_mode=weights.pause_mode,
@@ -268,7 +268,7 @@ class GenerationGateway:
         weights = self._known_role(name).weights
         if not isinstance(weights.backend, GenerationControl):
             raise FailedPreconditionError(
-                f"the backend in role {name!r} can be neither paused nor given other weights: serve its model with "
+                f"the engine in role {name!r} can be neither paused nor given other weights: serve its model with "
                 'SGLang, and set kind = "sglang"'
             )
         return weights, weights.backend
@@ -276,7 +276,7 @@ class GenerationGateway:
     def _known_role(self, name: str) -> Role:
         role = self._roles.get(name)
         if role is None:
-            raise NotFoundError(f"no generation backend has the role {name!r} (configured: {self._known()})")
+            raise NotFoundError(f"no generation engine has the role {name!r} (configured: {self._known()})")
         return role
 
     def _known(self) -> str:
@@ -291,7 +291,7 @@ async def _look_at(weights: BackendWeights) -> None:
         async with asyncio.timeout(_LOOK_SECONDS):
             weights.saw(await weights.backend.weight_version())
     except (GenerationError, TimeoutError) as error:
-        logger.warning("a backend does not say which weights it has: %r", error)
+        logger.warning("an engine does not say which weights it has: %r", error)
 
 
 def _base_of(backend: GenerationBackend) -> GenerationBackend:
@@ -313,8 +313,8 @@ async def _asked(answer: Awaitable[AnswerT], role: str, what: str) -> AnswerT:
     try:
         return await answer
     except EngineUnavailableError as error:
-        logger.warning("the backend in role %s did not %s: %s", role, what, error)
-        raise EngineUnavailableError(f"the backend in role {role!r} did not {what}: the log says why") from error
+        logger.warning("the engine in role %s did not %s: %s", role, what, error)
+        raise EngineUnavailableError(f"the engine in role {role!r} did not {what}: the log says why") from error
 
 
 def _rest_of(request: GenerationRequest, made: Generation, budget: int) -> GenerationRequest:

@@ -145,7 +145,7 @@ async def test_a_pause_that_fails_holds_nothing() -> None:
     asking.model.fail_with = EngineUnavailableError("http://10.0.0.1:30000 is silent")
     with pytest.raises(EngineUnavailableError) as caught:
         await asking.gateway.pause(STUDENT, PauseMode.ABORT)
-    assert str(caught.value) == "the backend in role 'student' did not pause: the log says why"
+    assert str(caught.value) == "the engine in role 'student' did not pause: the log says why"
     task = await asking.ask()
     await asking.model.step(10)
     assert len((await task).token_ids) == 10
