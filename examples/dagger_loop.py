@@ -25,17 +25,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from py_scheduler.app import in_process
-from py_scheduler.config import load_config
-from py_scheduler.errors import SchedulerError
-from py_scheduler.knobs import add_flags, overrides_of
+from py_scheduler import SchedulerError, add_flags, in_process, load_config, overrides_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from py_scheduler.interfaces.step_results import EvalResult, RolloutResult
-    from py_scheduler.interfaces.task_scheduler import TaskScheduler
-    from py_scheduler.rollout.groups import Group
+    from py_scheduler import EvalResult, Group, RolloutResult, TaskScheduler
 
 HERE = Path(__file__).parent
 LINE_SECONDS = 5.0

@@ -26,20 +26,26 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from py_scheduler.client import SchedulerClient
-from py_scheduler.domain.events import TaskDone
-from py_scheduler.domain.results import Outcome, SampleDone, TaskState
-from py_scheduler.errors import SchedulerError
+from py_scheduler import (
+    Origin,
+    Outcome,
+    RolloutSummary,
+    SampleDone,
+    SchedulerClient,
+    SchedulerError,
+    TaskDone,
+    TaskState,
+    summarise,
+    summary_table,
+    write_trajectories,
+)
 from py_scheduler.integrations.reasoning_gym import reasoning_gym_mixture
-from py_scheduler.rollout.figures import RolloutSummary, summarise, summary_table
-from py_scheduler.rollout.files.trajectories import Origin, write_trajectories
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from typing import BinaryIO
 
-    from py_scheduler.domain.requests import ServerInfo
-    from py_scheduler.domain.task import Task
+    from py_scheduler import ServerInfo, Task
 
 HERE = Path(__file__).parent
 DATASETS = {

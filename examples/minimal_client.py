@@ -5,8 +5,7 @@ py-scheduler serve --config examples/demo.toml --listen 127.0.0.1:50051
 
 import asyncio
 
-from py_scheduler.client import SchedulerClient
-from py_scheduler.domain.results import SampleDone
+from py_scheduler import SampleDone, SchedulerClient
 from py_scheduler.integrations.reasoning_gym import reasoning_gym_mixture
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from py_scheduler.rollout.dagger import DAggerSchedule, Decay
+from py_scheduler import DAggerSchedule, Decay
 
 ITERATIONS = range(16)
 SCHEDULES = {

@@ -12,9 +12,7 @@ from typing import Any
 
 import msgspec
 
-from py_scheduler.client import SchedulerClient
-from py_scheduler.domain.results import SampleDone
-from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler import SampleDone, SchedulerClient, Task, TaskConfig
 
 TASKS = Path(__file__).with_name("tasks.jsonl")
 

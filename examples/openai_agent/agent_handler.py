@@ -11,8 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from py_scheduler.domain.evaluator import BaseAgent, Episode
-from py_scheduler.domain.results import AgentResult, Reward
+from py_scheduler import AgentResult, BaseAgent, Episode, Reward
 
 _AGENT = Path(__file__).with_name("question_agent.py")
 _NUMBER = re.compile(r"-?\d+")

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from py_scheduler.client import SchedulerClient
-from py_scheduler.domain.results import SampleDone
-from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler import SampleDone, SchedulerClient, Task, TaskConfig
 
 
 def make_tasks() -> list[Task]:

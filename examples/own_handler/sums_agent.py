@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 
-from py_scheduler.domain.evaluator import BaseAgent, Episode
-from py_scheduler.domain.generation import ChatMessage
-from py_scheduler.domain.results import AgentResult, Reward
+from py_scheduler import AgentResult, BaseAgent, ChatMessage, Episode, Reward
 
 _NUMBER = re.compile(r"-?\d+")
 

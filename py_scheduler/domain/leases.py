@@ -25,6 +25,8 @@ _TTL = Range(0.1, 86_400.0)
 
 
 class LeaseState(StrEnum):
+    """How a lease stands. PENDING: it waits for room. ENDED: given back, expired or refused."""
+
     PENDING = "pending"
     GRANTED = "granted"
     ENDED = "ended"

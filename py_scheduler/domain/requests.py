@@ -215,6 +215,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is: its evaluators, its generation backends (`engines`) and its nodes."""
+
     version: str
     evaluators: tuple[EvaluatorSpecView, ...]
     engines: tuple[GenerationBackendView, ...]
