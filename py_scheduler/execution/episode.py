@@ -109,7 +109,7 @@ class HandlerEpisode:
         self.iteration = attempt.planned.iteration
         self.termination_reason = ""
         self.workdirs = attempt.workdirs
-        """Gets the folder that this episode makes, for whoever removes it."""
+        """Gets the folder that this episode makes; the evaluator removes it."""
         self._workdir: Path | None = None
         self._api: ApiAccess | None = None
         self.generate_seconds = 0.0
@@ -266,14 +266,14 @@ class HandlerEpisode:
         return generation
 
     def close(self) -> None:
-        """What the handler left running can use the episode no more."""
+        """From now on tasks that the handler has left running cannot use the episode."""
         self._is_over = True
         if self._api is not None:
             self._api.end()
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing can be recorded any more: false while a client's request is still being cut short."""
+        """Whether nothing can be recorded any more. False while a request of a client is still being cut short."""
         return self._api is None or self._api.is_quiet
 
     async def wait_quiet(self) -> None:
@@ -282,11 +282,11 @@ class HandlerEpisode:
 
     @property
     def client_failure(self) -> GenerationError | None:
-        """What the last request of a client ended with: what became of its agent is due to that."""
+        """The error of the last request of a client, if it failed: the end of its agent is due to that."""
         return None if self._api is None else self._api.failure
 
     def _check_free(self) -> None:
-        """One context grows by one turn at a time: what is added beside a generation was never seen by the model."""
+        """A context grows by one turn at a time: the model never sees tokens that are added while it generates."""
         if self._is_over:
             raise FailedPreconditionError(_OVER)
         if self._is_generating:

@@ -119,7 +119,7 @@ class StopLadder(Generic[WorkT]):
         self._begin_grace(work)
         if work.on_stop is not None:
             work.on_stop()
-        # A handler that, in its own turn, causes its own stop is not waiting: whoever runs it sees the cause after it.
+        # A handler that, in its own turn, causes its own stop is not waiting: the check after its phase sees the cause.
         if work.worker_task is not None and asyncio.current_task() is not work.worker_task:
             work.worker_task.cancel()
 

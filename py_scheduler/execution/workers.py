@@ -43,7 +43,7 @@ Permit = tuple[Work, "PlacementToken | None"]
 class Worker:
     """Takes permits and drains them.
 
-    running: the attempt or group score that it is at, set by whoever supervises those. takes_work: until it is given up
+    running: the attempt or group score that it is at, set by their supervisor. takes_work: until it is given up
     or its pool closes. is_abandoned: it was given up, because its handler ignored a stop. is_closing: the pool closes.
     """
 

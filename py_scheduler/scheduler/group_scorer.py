@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupScore(RunningGroup):
-    """One group on its way. Work for a worker. worker: who is at it; None while it waits for one."""
+    """One group on its way. Work for a worker. worker: the one that is at it; None while it waits."""
 
     __slots__ = ("_scorer", "record", "spec", "worker")
 

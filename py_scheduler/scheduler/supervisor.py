@@ -23,7 +23,7 @@ from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, Runnin
 from py_scheduler.execution.evaluator import Evaluator
 from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.runner import INLINE
-from py_scheduler.execution.stopping import StopLadder
+from py_scheduler.execution.stopping import STRANDED, StopLadder
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.group_scorer import GroupScorer
 from py_scheduler.scheduler.ledger.commands import EndAttempt, StartAttempt
@@ -162,7 +162,7 @@ class Supervisor:
         running.is_over = True
         running.worker.running = None
         self._running.pop(running.ref, None)
-        if running.is_stranded:
+        if running.state is STRANDED:
             self._stranded.pop(running.ref, None)
             self._tell_of_stranded_room()
         self._report(running, report)

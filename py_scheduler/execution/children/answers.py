@@ -57,7 +57,7 @@ class ChildAnswers:
         elif isinstance(question, Look | LookAtContext | Observe | Show):
             try:
                 self._answer(ask.call_no, _known_at_once(episode, question))
-            except Exception as error:  # noqa: BLE001 -- it is the child's, who gets it
+            except Exception as error:  # noqa: BLE001 -- it is the child's, which gets it
                 self._refuse(ask.call_no, error)
         else:
             task = asyncio.get_running_loop().create_task(self._answer_in_time(ask.call_no, episode, question))

@@ -65,7 +65,7 @@ class ChildHandle:
 
 
 class EmptyHandle:
-    """Where no child could be started: an attempt there is lost, so that whoever waits hears why."""
+    """Where no child could be started: an attempt there is lost, and its report says why."""
 
     def __init__(self, how: str) -> None:
         self._how = how

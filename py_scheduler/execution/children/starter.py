@@ -1,7 +1,7 @@
 """Brings children up and takes them down.
 
 Invariants
-  1. A child that was launched is known here until it has ended, also if whoever asked for it has gone.
+  1. A child that was launched is known here until it has ended, also if nobody waits for it any more.
   2. At most `max_runners` children exist. A child that is ending counts too: it holds memory and GPUs until its end.
 """
 
