@@ -14,7 +14,7 @@ Trainers change the weights between steps with `GenerationClient` or `BlockingGe
     async with GenerationClient("127.0.0.1:50051") as client, client.paused():
         await client.update_weights("/checkpoints/7", "step-7")
 
-Every error is one of the tree in `py_scheduler.errors`.
+Every error is one of the tree under `py_scheduler.SchedulerError`.
 """
 
 from __future__ import annotations

@@ -23,24 +23,24 @@ UPDATE_SECONDS = 600.0
 class GenerationClient(ServiceClient):
     """Pauses the language models and changes their weights. Takes what SchedulerClient takes.
 
-    Every method may be called again and answers how generation stands then. They raise FailedPreconditionError for an
-    engine that cannot be controlled, NotFoundError for a role without engine, EngineUnavailableError when the engine
-    does not answer, InvalidArgumentError and ServerError.
+    Every method may be called again, and answers how generation stands then. Each raises FailedPreconditionError for a
+    generation backend that cannot be controlled, NotFoundError for a role without one, EngineUnavailableError for one
+    that does not answer, InvalidArgumentError and ServerError.
     """
 
     async def pause(
         self, mode: PauseMode = PauseMode.ABORT, *, role: str = STUDENT, timeout_seconds: float = CALL_SECONDS
     ) -> GenerationState:
-        """Holds new generations and pauses the engine; nothing is generated any more when it returns.
+        """Holds new generations and pauses the backend; nothing is generated any more when this returns.
 
-        FailedPreconditionError also when it is paused in another mode.
+        Raises FailedPreconditionError also when the backend is paused in another mode.
         """
         request = wire.encode_pause_request(role, mode)
         reply = await self._connection.call(lambda: self._stub.PauseGeneration, request, timeout_seconds)
         return wire.decode_state(reply.state)
 
     async def resume(self, *, role: str = STUDENT, timeout_seconds: float = CALL_SECONDS) -> GenerationState:
-        """Lets the engine go on, and what was held begin."""
+        """Lets the backend go on, and lets what was held begin."""
         request = service.ContinueGenerationRequest(role=role)
         reply = await self._connection.call(lambda: self._stub.ContinueGeneration, request, timeout_seconds)
         return wire.decode_state(reply.state)
@@ -48,16 +48,16 @@ class GenerationClient(ServiceClient):
     async def update_weights(
         self, model_path: str, weight_version: str, *, role: str = STUDENT, timeout_seconds: float = UPDATE_SECONDS
     ) -> GenerationState:
-        """Has the engine load weights from an absolute path on its own machine; it stays paused if it was.
+        """Has the backend load weights from an absolute path on its own machine. One that is paused stays paused.
 
-        Raises EngineRejectedError, with the engine's reason, when it cannot load them.
+        Raises EngineRejectedError, with the backend's reason, when it cannot load them.
         """
         request = wire.encode_update_request(role, WeightUpdate(model_path=model_path, weight_version=weight_version))
         reply = await self._connection.call(lambda: self._stub.UpdateWeights, request, timeout_seconds)
         return wire.decode_state(reply.state)
 
     async def states(self) -> dict[str, GenerationState]:
-        """How generation stands in every role. The server asks the engines for that: whoever changes weights without
+        """How generation stands in every role. The server asks the backends for that: whoever changes weights without
         this client calls it afterwards, so that the change is noticed before anything is generated.
         """
         reply = await self._connection.call(lambda: self._stub.GetGenerationState, service.GetGenerationStateRequest())
@@ -65,10 +65,10 @@ class GenerationClient(ServiceClient):
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = PauseMode.ABORT, *, role: str = STUDENT) -> AsyncIterator[GenerationState]:
-        """A block in which nothing is generated. It resumes at its end, however that comes.
+        """A block in which nothing is generated. Generation resumes at its end, however that comes.
 
-        It resumes too when the pause failed, since the engine may be paused nevertheless; not when it was refused:
-        somebody else's pause is not ended.
+        It also resumes when the pause failed, since the backend may be paused nevertheless. When the server refused the
+        pause, nothing resumes: the backend may be in somebody else's pause.
         """
         try:
             state = await self.pause(mode, role=role)

@@ -1,8 +1,9 @@
 """A lease that renews itself.
 
-Invariant: it is called lost no later than the server may give its room to somebody else. Its time is counted from
-before a renewal is sent, not from when the answer comes; until the first renewal, which follows at once on a lease that
-was waited for, from the answer that brought it.
+Invariant: the client calls a lease lost no later than the server may give its room to somebody else. It counts the ttl
+from before it sends a renewal, not from when the answer comes: with a ttl of 30 s and an answer after 2 s, the lease is
+good for another 28 s. Until the first renewal, which follows at once on a lease that was waited for, it counts from the
+answer that brought the lease.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class LeaseCalls(Protocol):
 
 
 class HeldLease:
-    """What `PlacementClient.lease` gives its block. `fencing_token` is for whoever guards what the room is used for.
+    """What `PlacementClient.lease` gives its block: a lease that renews itself, three times in each ttl.
 
+    fencing_token: rises with every lease, so that whoever guards what the room is used for can refuse an older holder.
     lost: set when the lease is lost; `loss` then says why.
     """
 
@@ -78,7 +80,7 @@ class HeldLease:
 
     @asynccontextmanager
     async def kept(self, *, cancel_on_loss: bool) -> AsyncIterator[None]:
-        """Renews while the block runs and gives back at its end. For `PlacementClient.lease`."""
+        """Renews the lease while the block runs, and gives it back at its end. For `PlacementClient.lease`."""
         renewing: asyncio.Task[None] | None = None
         try:
             # Never times out by itself: a loss makes it end the block, and tells that from any other cancellation.
@@ -97,7 +99,7 @@ class HeldLease:
         self.check()
 
     async def _renew(self, scope: asyncio.Timeout | None) -> None:
-        """Until the block ends or the lease is lost."""
+        """Renews until the block ends or the lease is lost."""
         loop = asyncio.get_running_loop()
         try:
             while self.loss is None:

@@ -36,7 +36,7 @@ DEFAULT_TTL_SECONDS = 30.0
 
 
 class Ask(Protocol):
-    """The same claim, asked for once more."""
+    """Asks for the same lease once more."""
 
     async def __call__(self, *, wait: bool, seconds: float) -> LeaseView: ...
 
@@ -60,10 +60,10 @@ class PlacementClient(ServiceClient):
         request_id: str | None = None,
         namespace: str | None = None,
     ) -> LeaseView:
-        """Asks for tokens, all or none, and says how the claim stands: granted, pending with the reason, or ended.
+        """Asks for tokens, all or none. The answer says how the lease stands: granted, pending or ended, and why.
 
-        Call again with the same request_id for a claim that is pending; it is dropped `ttl_seconds` after the last
-        call. wait: answer when it is granted, or shortly before `timeout_seconds`.
+        Call again with the same request_id while a lease is pending; the server drops it `ttl_seconds` after the last
+        call. wait: the server answers when it grants the lease, or shortly before `timeout_seconds`.
         Raises UnplaceableError (it can never fit), AlreadyExistsError, ResourceExhaustedError.
         """
         terms = LeaseTerms(
@@ -85,7 +85,7 @@ class PlacementClient(ServiceClient):
     async def renew(
         self, lease: LeaseView, *, timeout_seconds: float = CALL_SECONDS, namespace: str | None = None
     ) -> float:
-        """Holds a lease for another ttl; for how many seconds that is. Raises LeaseError when it is not held."""
+        """Holds a lease for another ttl; returns its seconds. Raises LeaseError when the lease is not held."""
         request = RenewRequest(
             lease_id=lease.lease_id, fencing_token=lease.fencing_token, namespace=namespace or self._namespace
         )
@@ -102,9 +102,9 @@ class PlacementClient(ServiceClient):
         timeout_seconds: float = CALL_SECONDS,
         namespace: str | None = None,
     ) -> ReleaseReply:
-        """Gives back some tokens, or (none named) all that are held; takes back a claim that is pending.
+        """Gives back some tokens, or (none named) all that are held; takes back a lease that is pending.
 
-        The same request_id with the same tokens releases once. Raises LeaseError when it is not held.
+        The same request_id with the same tokens releases them once. Raises LeaseError when the lease is not held.
         """
         request = ReleaseRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -145,10 +145,10 @@ class PlacementClient(ServiceClient):
     ) -> AsyncIterator[HeldLease]:
         """Waits for a lease, renews it in the background and gives back what is left of it at the end.
 
-        When the lease is lost (expired, or the server was gone for a ttl) the block is cancelled and LeaseError raised
-        from it; with `cancel_on_loss=False` it goes on, `HeldLease.lost` is set, and LeaseError is raised at its end.
-        timeout_seconds: of the wait; None: as long as it takes. Raises what `acquire` raises, and
-        ResourceExhaustedError when the time was over.
+        A lease is lost when it expired, or when the server was gone for a ttl. Then the block is cancelled and raises
+        LeaseError; with `cancel_on_loss=False` it goes on, `HeldLease.lost` is set, and its end raises LeaseError.
+        timeout_seconds: how long to wait for the lease; None waits as long as it takes. Raises what `acquire` raises,
+        and ResourceExhaustedError when that time is over.
         """
         request_id = uuid.uuid4().hex
 

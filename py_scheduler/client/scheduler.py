@@ -146,7 +146,7 @@ class SchedulerClient(ServiceClient):
         return await self._submissions.resume_training(namespace or self._namespace)
 
     async def server_info(self) -> ServerInfo:
-        """The server's evaluators, engines and nodes."""
+        """The server's evaluators, generation backends (`engines`) and nodes."""
         return await self._submissions.server_info()
 
     # Events

@@ -164,3 +164,11 @@ def test_the_page_says_of_each_name_what_it_is_in_one_line() -> None:
     rows = re.findall(r"(?m)^\| `(\w+)` \| (.+) \|$", PAGE)
     assert sorted(name for name, _ in rows) == NAMES
     assert all(said.endswith(".") for _, said in rows)
+
+
+def test_the_changelog_says_of_each_name_where_it_was() -> None:
+    """Only the errors are told as a whole."""
+    told = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    table = told.partition("| `from py_scheduler import ...` |\n")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines()[1:-1] for name in re.findall(r"`(\w+)`", row.split(" | ")[1])]
+    assert sorted(named) == [name for name in NAMES if not hasattr(errors, name)]
