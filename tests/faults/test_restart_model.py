@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from py_scheduler.domain.events import EVERY_NAMESPACE, AttemptRef, StopCause
+from py_scheduler.domain.events import EVERY_NAMESPACE, AttemptRef, Moment, StopCause
 from py_scheduler.domain.generation import STUDENT, TEACHER
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
@@ -47,7 +47,7 @@ from tests.support.journal.journals import trajectory_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
+    from py_scheduler.scheduler.ledger.records import SubmissionRecord, SubTaskRecord, TaskRecord
 
 LIMITS = {"a": StalenessSettings(max_staleness=0, step_size=2)}
 NAMESPACES = ("a", "b")
@@ -99,12 +99,25 @@ class World:
             is_eval=number % 5 == 4,
             keeps_partial=more % 5 == 4,
             max_samples_per_subtask=2 if more % 2 else 1,
+            task_deadline_seconds=9.0 if more % 3 else None,
             retry=RetryPolicy(max_failure_retries=more % 2, max_loss_retries=1, max_infra_refills=1),
         )
         tasks = tuple(Task(config=config, client_key=f"{name}/{n}") for n in range(1 + number % 2))
         key = SubmissionKey(more % 2, namespace)
         grouped = frozenset({"group"})
-        accept = AcceptTasks(name, b"d", key, tasks, f"s{name}", 1.0, None, grouped, is_collected=number % 3 > 0)
+        accept = AcceptTasks(
+            name,
+            b"d",
+            key,
+            tasks,
+            f"s{name}",
+            1.0,
+            None,
+            grouped,
+            is_collected=number % 3 > 0,
+            moment=Moment(b"boot", float(more)),
+            warnings=("w",) * (more % 2),
+        )
         self.tell(accept, namespace)
 
     def _submission(self, number: int, which: Callable[[SubmissionRecord], object]) -> SubmissionRecord | None:
@@ -224,6 +237,25 @@ class World:
         self._begin()
 
 
+def fields_of(submission: SubmissionRecord) -> dict[str, Any]:
+    """What a record holds, field by field; not by its snapshot, which forgets the same of both that are compared."""
+    tasks = []
+    for task in submission.open_tasks.values():
+        fields = {
+            name: getattr(task, name) for name in task.__struct_fields__ if name not in {"submission", "subtasks"}
+        }
+        tasks.append((fields, [queued_if_leased(subtask) for subtask in task.subtasks]))
+    counts = {**submission.attempts_in, AttemptState.LEASED: 0}
+    counts[AttemptState.QUEUED] += submission.attempts_in[AttemptState.LEASED]
+    others = set(submission.__slots__) - {"attempts_in", "open_tasks"}
+    return {name: getattr(submission, name) for name in others} | {"tasks": tasks, "attempts": counts}
+
+
+def queued_if_leased(subtask: SubTaskRecord) -> SubTaskRecord:
+    is_leased = subtask.state is AttemptState.LEASED
+    return msgspec.structs.replace(subtask, state=AttemptState.QUEUED if is_leased else subtask.state)
+
+
 def said(ledger: Ledger) -> dict[str, Any]:
     """All that a ledger answers with, in plain values; what is leased counts as waiting."""
     names = {}
@@ -233,7 +265,7 @@ def said(ledger: Ledger) -> dict[str, Any]:
         )
         plain = msgspec.msgpack.decode(snapshot_of(waiting, ledger.state).content)
         results = {result.task_id: result for result in submission.kept.results()}
-        names[submission.submission_id] = (plain, results, submission.kept.size, set(submission.client_keys))
+        names[submission.submission_id] = (plain, results, fields_of(submission))
     return {
         "submissions": names,
         "sequence": ledger.state.last_sequence,

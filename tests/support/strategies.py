@@ -236,9 +236,18 @@ collected = st.builds(
 )
 acknowledged = st.builds(ResultsAcknowledged, submission_id=names, request_id=names, unix_seconds=seconds)
 discarded = st.builds(ResultsDiscarded, submission_id=names, unix_seconds=seconds)
-events_that_travel_whole = (
-    started() | ended | aborts | dones | collected | acknowledged | discarded | weight_changes | resumes
-)
+EVENTS_THAT_TRAVEL_WHOLE: dict[type, SearchStrategy[Any]] = {
+    AttemptStarted: started(),
+    AttemptEnded: ended,
+    AbortRequested: aborts,
+    TaskDone: dones,
+    ResultsCollected: collected,
+    ResultsAcknowledged: acknowledged,
+    ResultsDiscarded: discarded,
+    WeightsChanged: weight_changes,
+    TrainingResumed: resumes,
+}
+events_that_travel_whole = st.one_of(*EVENTS_THAT_TRAVEL_WHOLE.values())
 
 
 @st.composite

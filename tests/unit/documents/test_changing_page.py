@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "changing.md"
 LEAST_ROWS = 25
-TEST = re.compile(r"(test_\w+\.py|\w+\.rs)(?:::(\w+))?")
+TEST = re.compile(r"((?:\w+/)*(?:test_\w+\.py|\w+\.rs))(?:::(\w+))?")
 
 
 class Row(NamedTuple):
@@ -40,19 +40,20 @@ def is_path(name: str) -> bool:
 
 
 @cache
-def files_of_tests() -> dict[str, Path]:
+def files_of_tests() -> tuple[Path, ...]:
     folders = (ROOT / "tests", ROOT / "placement_core" / "tests")
-    return {path.name: path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".rs"}}
+    return tuple(path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".rs"})
 
 
 def has_test(name: str) -> bool:
-    """A Python file, with a function or a class (or a machine's test case) in it; or one of Rust."""
+    """One Python file that ends so, with a function, a class or a machine's test case in it; or one of Rust."""
     match = TEST.fullmatch(name)
-    path = files_of_tests().get(match.group(1)) if match else None
-    if match is None or path is None:
+    if match is None:
         return False
+    found = [path for path in files_of_tests() if f"/{path.as_posix()}".endswith(f"/{match.group(1)}")]
     wanted = match.group(2)
-    return not wanted or bool(re.search(rf"(?m)^\s*(?:async )?(?:def|class) {wanted}\b|^{wanted} = ", path.read_text()))
+    pattern = rf"(?m)^\s*(?:async )?(?:def|class) {wanted}\b|^{wanted} = "
+    return len(found) == 1 and (not wanted or bool(re.search(pattern, found[0].read_text(encoding="utf-8"))))
 
 
 def test_there_are_many_rows_and_no_change_twice() -> None:
@@ -73,4 +74,5 @@ def test_what_is_not_there_would_be_noticed() -> None:
     assert has_test("test_flows.py::test_a_flow_that_was_idle_has_no_credit")
     assert not has_test("test_flows.py::test_a_flow_that_was_idle")
     assert not has_test("test_flow.py")
+    assert not has_test("test_staleness.py"), "there are two"
     assert not has_test("flows")
