@@ -5,7 +5,7 @@ import pkgutil
 from pathlib import Path
 
 import py_scheduler
-from py_scheduler.placement import NodeResource, PlacementPool, Resource
+from py_scheduler import NodeResource, PlacementPool, Resource
 
 OPTIONAL = {"xllamacpp", "reasoning_gym", "pyarrow", "uvloop", "ray"}
 
@@ -25,6 +25,11 @@ def import_everything() -> int:
     return count
 
 
+def load_every_public_name() -> int:
+    """Without an extra."""
+    return len([getattr(py_scheduler, name) for name in py_scheduler.__all__])
+
+
 def acquire_and_release() -> None:
     pool = PlacementPool([NodeResource(node_ip="10.0.0.1", gpus=[0], cpu=8, memory_gb=32)])
     share = Resource(gpu=0.5, cpu=1, memory_gb=1)
@@ -40,4 +45,5 @@ def acquire_and_release() -> None:
 if __name__ == "__main__":
     assert "site-packages" in Path(py_scheduler.__file__).parts, py_scheduler.__file__
     acquire_and_release()
-    print(f"the installed package works: {import_everything()} modules imported")
+    names = load_every_public_name()
+    print(f"the installed package works: {names} public names, {import_everything()} modules imported")
