@@ -127,6 +127,50 @@ impl Pool {
         Some(Lease::new(owner, per_sample, shape, by, tokens).with_extras_of(per_sample))
     }
 
+    /// Takes room for `count` samples on the named nodes alone: for all of them, or `None` when they do not all fit there
+    /// now. The tokens go where a pool of just these nodes, as they are now, would place them. A node that is unknown
+    /// or takes no tokens gives nothing.
+    ///
+    /// Meant for rare questions: each call looks at every node that is named, while [`Pool::try_acquire`] keeps all
+    /// nodes in order and costs the same whatever their number.
+    ///
+    /// # Errors
+    /// [`PlacementError::InvalidTokenCount`] as in [`Pool::try_acquire`].
+    ///
+    /// ```
+    /// use placement_core::{Demand, NodeSpec, Pool};
+    ///
+    /// let pool = Pool::new(["a", "b", "c"].map(|name| NodeSpec::new(name, [0, 1], 16.0, 64.0)))?;
+    /// let sample = Demand::new(1.0, 4.0, 8.0)?;
+    /// let lease = pool.try_acquire_on(&sample, 3, ["c", "b"])?.expect("4 fit there");
+    /// let nodes: Vec<String> = lease.placements().into_iter().map(|placed| placed.node).collect();
+    /// assert_eq!(nodes, ["b", "c", "b"]);
+    ///
+    /// assert!(pool.try_acquire_on(&sample, 2, ["b", "c"])?.is_none());
+    /// assert_eq!(pool.free_tokens_for(&sample), 3);
+    /// # Ok::<(), placement_core::PlacementError>(())
+    /// ```
+    pub fn try_acquire_on<'a>(
+        &self,
+        per_sample: &Demand,
+        count: u64,
+        nodes: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Option<Lease>> {
+        if !(1..=MAX_LEASE_TOKENS).contains(&count) {
+            return Err(PlacementError::InvalidTokenCount { asked: count, limit: MAX_LEASE_TOKENS });
+        }
+        let Some(shape) = per_sample.shape() else { return Ok(None) };
+        let extras = Extras::of(per_sample.extras());
+        // Before the lock is taken, under which nothing of the caller's runs.
+        let names: Vec<&str> = nodes.into_iter().collect();
+        let mut state = self.shared.lock();
+        let Some(tokens) = state.acquire_on(shape, extras, &names, count as usize) else { return Ok(None) };
+        let owner = self.shared.clone();
+        drop(state);
+        let lease = Lease::new(owner, per_sample, shape, NO_INDEX, Tokens::Many(tokens));
+        Ok(Some(lease.with_extras_of(per_sample)))
+    }
+
     /// Takes room that is already in use, as [`Lease::placements`] recorded it, on draining nodes too: all or none.
     ///
     /// # Errors

@@ -155,6 +155,14 @@ impl Shape {
         }
     }
 
+    /// The GPUs of a token, as a token keeps them, on a node that it fits on.
+    pub(crate) fn choose(self, node: &NodeState) -> u64 {
+        match self.gpu {
+            GpuShape::Share(share) => node.tightest(share).slot().into(),
+            _ => self.choose_whole(node),
+        }
+    }
+
     /// Whether one token fits on given slots of a node.
     pub(crate) fn has_room_on(self, node: &NodeState, gpus: u64) -> bool {
         let part = match self.gpu {

@@ -17,6 +17,7 @@ use crate::layout::FreeCounts;
 use crate::node::{NodeInfo, NodeState, Phase, Supply};
 use crate::shape::Shape;
 
+mod on_nodes;
 mod with_extras;
 
 /// Shapes that keep an index; the least recently used one makes room.

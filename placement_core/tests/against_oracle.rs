@@ -63,6 +63,7 @@ const MEMORIES: [u64; 4] = [0, 5, 64, 320];
 #[derive(Debug, Clone)]
 enum Step {
     Acquire { gpu: usize, rest: usize, wanted: usize, count: usize },
+    AcquireOn { gpu: usize, rest: usize, wanted: usize, count: usize, nodes: usize },
     ReleaseToken { lease: usize, token: usize },
     ReleaseLease { lease: usize },
     DropLease { lease: usize },
@@ -78,6 +79,8 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         10 => (0..GPUS.len(), 0..REST.len(), wanted(), prop_oneof![1..4_usize, 1..40_usize])
             .prop_map(|(gpu, rest, wanted, count)| Step::Acquire { gpu, rest, wanted, count }),
+        3 => (0..GPUS.len(), 0..REST.len(), wanted(), 1..12_usize, any())
+            .prop_map(|(gpu, rest, wanted, count, nodes)| Step::AcquireOn { gpu, rest, wanted, count, nodes }),
         6 => (any(), any()).prop_map(|(lease, token)| Step::ReleaseToken { lease, token }),
         3 => any().prop_map(|lease| Step::ReleaseLease { lease }),
         2 => any().prop_map(|lease| Step::DropLease { lease }),
@@ -96,12 +99,15 @@ fn wanted() -> impl Strategy<Value = usize> {
 
 /// `None` for a demand that takes no room, which fits without end.
 fn demand(gpu: usize, rest: usize, wanted: usize) -> Option<(Demand, PlainDemand)> {
+    let (demand, plain) = any_demand(gpu, rest, wanted);
+    let takes_room = plain.gpu + plain.cpu + plain.memory + plain.extras.named.iter().sum::<u64>() > 0;
+    takes_room.then_some((demand, plain))
+}
+
+fn any_demand(gpu: usize, rest: usize, wanted: usize) -> (Demand, PlainDemand) {
     let ((gpu, micro), (cpu, milli, memory_gb, mib)) = (GPUS[gpu], REST[rest]);
     let extras = WANTED[wanted];
     let plain = PlainDemand { gpu: micro, cpu: milli, memory: mib, extras };
-    if micro + milli + mib + extras.named.iter().sum::<u64>() == 0 {
-        return None;
-    }
     let mut demand = Demand::new(gpu, cpu, memory_gb).unwrap();
     for (name, count) in NAMES.into_iter().zip(extras.named) {
         demand = demand.with_resource(name, count).unwrap();
@@ -111,7 +117,7 @@ fn demand(gpu: usize, rest: usize, wanted: usize) -> Option<(Demand, PlainDemand
             demand = demand.requiring(key, value).unwrap();
         }
     }
-    Some((demand, plain))
+    (demand, plain)
 }
 
 /// GPUs, and positions in the tables of cores, GiB and extras.
@@ -160,14 +166,30 @@ impl Twins {
         let version = self.pool.release_version();
         let expected = self.plain.acquire(plain_demand, count);
         let lease = self.pool.try_acquire(&demand, count as u64).unwrap();
-        assert_eq!(lease.is_some(), expected.is_some());
         assert_eq!(explained.fits_now(), expected.is_some());
         assert_eq!(self.pool.release_version(), version);
+        self.keep(&demand, lease, expected);
+    }
+
+    /// Nodes by the bits of a number, and one that neither pool has.
+    fn acquire_on(&mut self, (demand, plain_demand): (Demand, PlainDemand), count: usize, nodes: usize) {
+        let mut names = self.plain.names();
+        names.retain(|name| nodes >> (name[1..].parse::<usize>().unwrap() % 64) & 1 == 1);
+        names.push("nowhere".to_string());
+        let expected = self.plain.acquire_on(plain_demand, count, &names);
+        // In any order.
+        let given = names.iter().rev().map(String::as_str);
+        let lease = self.pool.try_acquire_on(&demand, count as u64, given).unwrap();
+        self.keep(&demand, lease, expected);
+    }
+
+    fn keep(&mut self, demand: &Demand, lease: Option<Lease>, expected: Option<Vec<PlainToken>>) {
+        assert_eq!(lease.is_some(), expected.is_some());
         if let (Some(lease), Some(expected)) = (lease, expected) {
             for (placed, expected) in lease.placements().iter().zip(&expected) {
                 assert_eq!((&placed.node, &placed.gpu_ids), (&expected.node, &expected.gpu_ids));
             }
-            assert_eq!((lease.len(), lease.demand()), (expected.len(), demand));
+            assert_eq!((lease.len(), &lease.demand()), (expected.len(), demand));
             self.leases.push((lease, expected.into_iter().map(Some).collect()));
         }
     }
@@ -252,6 +274,9 @@ fn run(nodes: &[Node], steps: Vec<Step>) {
     for step in steps {
         match step {
             Step::Acquire { gpu, rest, wanted, count } => twins.acquire(gpu, rest, wanted, count),
+            Step::AcquireOn { gpu, rest, wanted, count, nodes } => {
+                twins.acquire_on(any_demand(gpu, rest, wanted), count, nodes);
+            }
             Step::ReleaseToken { lease, token } => twins.release_token(lease, token),
             Step::ReleaseLease { lease } => twins.end_lease(lease, |lease| lease.release().unwrap()),
             Step::DropLease { lease } => twins.end_lease(lease, |_| ()),

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 MICRO = 1_000_000
 
@@ -139,6 +143,11 @@ class ReferencePool:
                 return None
             tokens.append(token)
         return tokens
+
+    def acquire_on(self, demand: Demand, count: int, names: Collection[str]) -> list[Token] | None:
+        """As a pool would that has lost all the other nodes."""
+        alone = ReferencePool([node if node is not None and node.name in names else None for node in self.nodes])
+        return alone.acquire(demand, count)
 
     def release(self, token: Token) -> None:
         token.node.change(token.demand, token.gpu_ids, +1)

@@ -137,6 +137,23 @@ impl PlainPool {
         tokens
     }
 
+    /// The same in a pool that has lost all the other nodes.
+    pub(crate) fn acquire_on(
+        &mut self,
+        demand: PlainDemand,
+        count: usize,
+        names: &[String],
+    ) -> Option<Vec<PlainToken>> {
+        let is_named = |node: &PlainNode| names.contains(&node.name);
+        let mut alone =
+            Self { nodes: self.nodes.iter().cloned().map(|node| node.filter(is_named)).collect() };
+        let tokens = alone.acquire(demand, count)?;
+        for token in &tokens {
+            self.find(&token.node).take(token);
+        }
+        Some(tokens)
+    }
+
     /// How many can be placed one after another from the state now, counted up to `limit`. A token only takes room on
     /// its own node, so the nodes can be filled one by one.
     pub(crate) fn free_tokens(&self, demand: PlainDemand, limit: u64) -> u64 {

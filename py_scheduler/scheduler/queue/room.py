@@ -26,8 +26,6 @@ Invariants
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,15 +37,13 @@ from py_scheduler.scheduler.queue.quotas import Quotas
 from py_scheduler.scheduler.queue.shares import Shares, supply_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
-    from py_scheduler.placement import Lease, NodeUsage
+    from py_scheduler.placement import Lease
     from py_scheduler.scheduler.queue.entries import Kind, ReadyEntry
 
-_MICRO = 1_000_000
-"""Of a GPU."""
 _MAX_KNOWN = 1_024
 """Demands of leases are without number: no end of them may be remembered."""
 
@@ -59,11 +55,6 @@ class StrandedToken(msgspec.Struct, frozen=True):
     per_sample: Resource
     node_ip: str
     gpu_ids: tuple[int, ...]
-
-
-class _Placed(msgspec.Struct, frozen=True):
-    node_ip: str
-    gpu_ids: list[int]
 
 
 class _Demand(msgspec.Struct):
@@ -365,19 +356,8 @@ class Room:
             if nodes is None:
                 return None
             kept |= nodes
-        fitting = {
-            node.node_ip: node.free_tokens
-            for node in self.pool.explain(entry.per_sample, entry.tokens).nodes
-            if node.free_tokens and node.node_ip not in kept
-        }
-        if sum(fitting.values()) < entry.tokens:
-            return None
-        placed: list[_Placed] = []
-        for node in self.pool.nodes():
-            count = min(fitting.get(node.node_ip, 0), entry.tokens - len(placed))
-            gpus = _gpus_for(entry.per_sample.gpu, count, node) if count else ()
-            placed += [_Placed(node.node_ip, gpu_ids) for gpu_ids in gpus]
-        return self.pool.adopt(entry.per_sample, placed)
+        others = [node.node_ip for node in self.pool.nodes() if node.node_ip not in kept]
+        return self.pool.try_acquire_on(entry.per_sample, entry.tokens, others)
 
     def came_back(self) -> None:
         """Something was given back, or a node came: who was short may be so no longer."""
@@ -400,21 +380,3 @@ def _parts_of(demand: Resource) -> dict[str, Resource]:
     return parts | {
         f"named.{name}": Resource(named={name: amount}, required_labels=labels) for name, amount in demand.named.items()
     }
-
-
-def _gpus_for(gpu: float, count: int, node: NodeUsage) -> Iterator[list[int]]:
-    """The GPUs of so many tokens that fit on a node, chosen as the pool does: whole ones that are entirely free, or the
-    one with the least left that still holds the share.
-    """
-    free = {gpu_id: round(share * _MICRO) for gpu_id, share in zip(node.gpu_ids, node.gpu_free, strict=True)}
-    wanted = math.floor(gpu * _MICRO + 1e-6)  # As the placement core counts it.
-    whole = iter([gpu_id for gpu_id, share in free.items() if share == _MICRO])
-    for _ in range(count):
-        if not wanted:
-            yield []
-        elif wanted >= _MICRO:
-            yield list(itertools.islice(whole, wanted // _MICRO))
-        else:
-            best = min((share, gpu_id) for gpu_id, share in free.items() if share >= wanted)[1]
-            free[best] -= wanted
-            yield [best]

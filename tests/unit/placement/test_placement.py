@@ -274,6 +274,26 @@ def test_node_changes_that_cannot_be() -> None:
         pool.add_node(NodeResource(node_ip="new", gpus=[], cpu=-1, memory_gb=1))
 
 
+def test_some_nodes_alone() -> None:
+    pool, sample = make_pool(nodes=4, gpus=2), Resource(gpu=1, cpu=2)
+    pool.drain_node("10.0.0.3")
+    names = [f"10.0.0.{node}" for node in (3, 2, 1, 9)]
+    assert pool.try_acquire_on(sample, 5, names) is None
+    lease = pool.try_acquire_on(sample, 3, iter(names))
+    assert lease is not None
+    placed = [(token.node_ip, token.gpu_ids) for token in lease.tokens]
+    assert placed == [("10.0.0.1", [0]), ("10.0.0.2", [0]), ("10.0.0.1", [1])]
+    assert (lease.resource, pool.free_tokens_for(sample)) == (sample, 3)
+    assert pool.try_acquire_on(sample, 2, {"10.0.0.2"}) is None
+    lease.release()
+    assert pool.free_tokens_for(sample) == 6
+    for count in (0, "3", 2**70):
+        with pytest.raises(InvalidArgumentError, match=r"^count: "):
+            pool.try_acquire_on(sample, count, names)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"node_ips\[1\]: 7 is not a string"):
+        pool.try_acquire_on(sample, 1, ["10.0.0.1", 7])  # type: ignore[list-item]
+
+
 def test_adopting_what_was_held_before() -> None:
     pool, sample = make_pool(), Resource(gpu=0.5, cpu=1)
     before = acquire(pool, sample, 5)

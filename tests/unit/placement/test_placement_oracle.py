@@ -22,7 +22,7 @@ AMPLE = Resource(
     named={"licence": 1_000_000, "sandbox": 1_000_000},
 )
 
-samples = st.builds(
+any_samples = st.builds(
     lambda gpu, rest, named, labels: Resource(
         gpu=gpu, cpu=rest[0], memory_gb=rest[1], named=named, required_labels=labels
     ),
@@ -30,7 +30,9 @@ samples = st.builds(
     st.sampled_from(REST) | st.just((0.0, 0.0)),
     st.sampled_from(NAMED),
     st.sampled_from(LABELS),
-).filter(lambda sample: bool(sample.gpu or sample.cpu or sample.memory_gb or sample.named))
+)
+samples = any_samples.filter(lambda sample: bool(sample.gpu or sample.cpu or sample.memory_gb or sample.named))
+"""Of those that take nothing there is no end."""
 Held = tuple[Lease, list[Token | None]]
 
 
@@ -69,7 +71,16 @@ class PoolAgainstReference(RuleBasedStateMachine):
     def acquire(self, sample: Resource, count: int) -> Held:
         assert self.pool.free_tokens_for(sample) == self.reference.free_tokens(demand_of(sample))
         expected = self.reference.acquire(demand_of(sample), count)
-        lease = self.pool.try_acquire_batch(AMPLE, sample, count)
+        return self.compared(self.pool.try_acquire_batch(AMPLE, sample, count), expected)
+
+    @rule(target=leases, sample=any_samples, count=st.integers(1, 12), nodes=st.sets(st.integers(0, 7)))
+    def acquire_on(self, sample: Resource, count: int, nodes: set[int]) -> Held:
+        """On some nodes of those that there are, were or will be."""
+        names = {f"node-{node}" for node in nodes}
+        expected = self.reference.acquire_on(demand_of(sample), count, names)
+        return self.compared(self.pool.try_acquire_on(sample, count, names), expected)
+
+    def compared(self, lease: Lease | None, expected: list[Token] | None) -> Held:
         if lease is None or expected is None:
             assert lease is None
             assert expected is None

@@ -3,7 +3,7 @@
 use placement_core::{Placement, Pool};
 use pyo3::prelude::*;
 
-use crate::convert::{count, known, node, nodes};
+use crate::convert::{count, known, names, node, nodes};
 use crate::errors::{invalid_field, map};
 use crate::lease::Lease;
 use crate::views::{Explanation, NodeUsage};
@@ -42,6 +42,24 @@ impl PlacementPool {
             Ok(None) => Ok(None),
             Err(error) => Err(map(per_sample.py(), &error, "max_tokens")),
         }
+    }
+
+    /// Takes room for `count` samples on these nodes alone, all of them or None. A node that is unknown or takes no tokens
+    /// gives nothing.
+    ///
+    /// Raises `InvalidArgumentError` for bad numbers and for names that are no strings.
+    fn try_acquire_on(
+        &self,
+        per_sample: &Bound<'_, PyAny>,
+        count: &Bound<'_, PyAny>,
+        node_ips: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Lease>> {
+        let py = per_sample.py();
+        let count = self::count(count, "count")?;
+        let names = self::names(node_ips, "node_ips")?;
+        let known = known(None, per_sample)?;
+        let lease = self.pool.try_acquire_on(&known.demand, count, names.iter().map(String::as_str));
+        Ok(lease.map_err(|error| map(py, &error, "count"))?.map(|lease| Lease::new(lease, per_sample)))
     }
 
     /// Takes room that is already in use, also on draining nodes. `FailedPreconditionError` when it is not there.

@@ -1,0 +1,63 @@
+"""What the room holds for an entry without taking what a waiting head could use."""
+
+from __future__ import annotations
+
+from py_scheduler.domain.resources import NodeResource, Resource
+from py_scheduler.placement import Lease, PlacementPool
+from py_scheduler.scheduler.queue.entries import ReadyLease
+from py_scheduler.scheduler.queue.room import Room
+
+
+def make_pool() -> PlacementPool:
+    """Node a, the freest, is in zone a; b and c, of 2 GPUs each, in no zone; d drains."""
+    pool = PlacementPool(
+        [
+            NodeResource(node_ip="a", gpus=list(range(8)), cpu=64, memory_gb=64, labels={"zone": "a"}),
+            *(NodeResource(node_ip=name, gpus=[0, 1], cpu=64, memory_gb=64) for name in ("b", "c", "d")),
+        ]
+    )
+    pool.drain_node("d")
+    return pool
+
+
+def entry_of(per_sample: Resource, tokens: int) -> ReadyLease:
+    return ReadyLease(
+        flow=("default", False),
+        order=(0.0, 0, 0, 0),
+        shape=(per_sample, tokens),
+        per_sample=per_sample,
+        tokens=tokens,
+        queued_at=0.0,
+        budget=Resource(gpu=100, cpu=100, memory_gb=100, concurrency=100),
+        grant=lambda lease: None,
+    )
+
+
+def nodes_of(lease: Lease | None) -> list[str]:
+    assert lease is not None
+    return [token.node_ip for token in lease.tokens]
+
+
+IN_ZONE = Resource(gpu=8, required_labels={"zone": "a"})
+
+
+def test_an_entry_is_placed_on_nodes_that_no_head_could_use() -> None:
+    pool = make_pool()
+    room, head, entry = Room(pool), entry_of(IN_ZONE, 1), entry_of(Resource(gpu=1), 3)
+    held = pool.try_acquire_on(Resource(gpu=1), 1, ["a"])
+    assert held is not None
+    assert room.reserve(entry, [head])
+    lease = room.acquire_lease(entry)
+    assert nodes_of(lease) == ["b", "c", "b"], "the pool by itself would have taken a, which has 7 GPUs left"
+    held.release()
+    assert pool.free_tokens_for(IN_ZONE) == 1
+
+
+def test_what_fits_nowhere_else_is_not_let_in() -> None:
+    pool = make_pool()
+    room, head = Room(pool), entry_of(IN_ZONE, 1)
+    held = pool.try_acquire_on(Resource(gpu=1), 1, ["a"])
+    assert held is not None
+    assert not room.reserve(entry_of(Resource(gpu=1), 5), [head]), "4 fit on b and c, and d drains"
+    assert not room.reserve(entry_of(Resource(gpu=1), 1), [head, entry_of(Resource(gpu=1), 12)]), "it could use all"
+    assert pool.free_tokens_for(Resource(gpu=1)) == 11, "nothing is held"
