@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[3] / "ARCHITECTURE.md"
 BUDGET = Resource(gpu=10_000, cpu=10_000, concurrency=10_000)
-DEMANDS = {"gpu": Resource(gpu=1), "cpu": Resource(cpu=1)}
+DEMANDS = {"gpu": Resource(gpu=1), "cpu": Resource(cpu=1), "gang": Resource(gpu=1, cpu=4)}
 SPECS = {
     name: spec_of(SolvingAgent(), name, resource=BUDGET, run_resource=demand, eval_resource=demand)
     for name, demand in DEMANDS.items()
@@ -58,6 +58,7 @@ class Cluster:
     def __init__(
         self,
         gpus: int = 8,
+        cpu: float = 10_000,
         *,
         eval_weight: float | None = 1.0,
         max_bypass: int = 64,
@@ -66,7 +67,7 @@ class Cluster:
         fixed: bool = False,
     ) -> None:
         nodes = [
-            NodeResource(node_ip=f"10.0.0.{1 + no}", gpus=list(range(min(60, gpus - 60 * no))), cpu=10_000, memory_gb=1)
+            NodeResource(node_ip=f"10.0.0.{1 + no}", gpus=list(range(min(60, gpus - 60 * no))), cpu=cpu, memory_gb=1)
             for no in range(-(-gpus // 60))
         ]
         self.room = Room(PlacementPool(nodes), quotas=Quotas(quotas or {}), has_fixed_nodes=fixed)
@@ -195,6 +196,18 @@ def test_only_who_takes_what_the_head_could_use_overtakes_it_and_only_so_often()
     assert cluster.entry("batch").bypassed == 64 == EngineSettings().max_bypass
     assert cluster.serve_what_comes_back(7) == []
     assert cluster.serve_what_comes_back(1) == ["batch"]
+
+
+def test_a_head_could_use_a_kind_of_room_only_if_it_waits_for_that_kind() -> None:
+    says("A batch wants 8 GPUs with 4 CPUs each; no GPU and 60 CPUs are free. 28 samples of a CPU leave it the 32 CPUs")
+    cluster = Cluster(8, cpu=60, max_bypass=1)
+    cluster.occupy()
+    cluster.wait("gang", of="gang", count=8)
+    cluster.wait("cpu", 60, of="cpu", batch_id=2)
+    assert len(cluster.serve(28)) == 28
+    assert cluster.entry("gang").bypassed == 0
+    assert cluster.serve() == ["cpu"]
+    assert cluster.entry("gang").bypassed == 1
 
 
 def test_nobody_waits_for_what_can_never_fit() -> None:

@@ -341,6 +341,8 @@ def test_the_deadlock_guard() -> None:
     message = r"'swe' needs 24 tokens .* can give 16 .*: add nodes, lower cpu or memory_gb per sample"
     with pytest.raises(UnplaceableError, match=message):
         check(pool, 1_000)
+    with pytest.raises(UnplaceableError, match=r"needs 17 tokens .* can give 16 "):
+        check(pool, 17)
     with pytest.raises(UnplaceableError, match="'swe': the budget holds no sample"):
         check(None, 1, Resource(cpu=1))
 
