@@ -10,8 +10,8 @@ Each method has a point before and one behind it; `in_commit` lies between a tra
 commit. `@3`: the third time that it is reached, and only then; without it the first.
 
 Actions: `kill` (SIGKILL), `exit` (hard, status 70), `stop` (SIGSTOP, until somebody continues it), `raise` (OSError,
-as a failing disk would), `wait=FIFO` (the thread goes on when the other end of the FIFO is opened), and `note=FILE`
-(writes the point's name there).
+as a failing disk would), `wait=FIFO` (the thread waits until somebody has opened the other end of the FIFO, and goes on
+when that end is closed), and `note=FILE` (writes the point's name there).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def act(order: Order) -> None:
     elif order.action == "raise":
         raise OSError(errno.EIO, f"failpoint {order.point}")
     elif order.action == "wait":
-        Path(order.argument).open("rb").close()
+        Path(order.argument).read_bytes()
     else:
         with Path(order.argument).open("a") as file:
             file.write(f"{order.point}\n")

@@ -259,10 +259,12 @@ async def test_kills_of_the_server_use_up_no_retry(tmp_path: Path) -> None:
     child = ("tests.support.agents.child_handlers:OddAgent", PROCESS)
     async with client_of(tmp_path) as client, asyncio.timeout(90):
         submission = None
-        for _ in range(4):
+        for attempt_no in range(1, 5):
             async with serving(tmp_path, *child) as served:
                 submission = submission or await client.submit(tasks(1, f"wait {pipe}"), 1)
                 await pipe.told()
+                # A child may be at work before its attempt is on disk: the next server would know nothing of that one.
+                await events_until(client, submission, AttemptStarted, attempt_no)
                 await kill(served)
         assert submission is not None
         async with serving(tmp_path, *child):

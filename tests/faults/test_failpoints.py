@@ -161,9 +161,9 @@ async def test_nothing_is_acknowledged_or_published_while_the_commit_is_held_up(
         submitting = asyncio.create_task(client.submit(echo(1), 1))
         async with aclosing(client.watch()) as frames:
             assert (await anext(frames)).records == ()
-            release = await asyncio.to_thread(fifo.open, "wb")  # Returns once the server waits at the other end.
-            assert not submitting.done()
-            release.close()
+            # Opened once the server waits at the other end, which goes on when this one is closed.
+            with await asyncio.to_thread(fifo.open, "wb"):
+                assert not submitting.done()
             await asyncio.wait_for(submitting, 20)
             assert (await anext(frames)).records
 

@@ -54,8 +54,8 @@ def config_of(folder: Path, journal: str = "", scheduler: str = "") -> Path:
     return config
 
 
-async def roll_out(client: SchedulerClient, batch_id: int, count: int = 20, tokens: int = 20_000) -> None:
-    """Each event of a sample is of 9 bytes a token."""
+async def roll_out(client: SchedulerClient, batch_id: int, count: int = 5, tokens: int = 20_000) -> None:
+    """Each event of a sample is of 9 bytes a token: a batch fits under any cap, so it drops nothing of its own."""
     task = Task(config=TaskConfig(task_type="large"), prompt=str(tokens))
     submission = await client.submit([task] * count, batch_id)
     frames = client.watch(submission_id=submission.submission_id, cursor=submission.cursor)
