@@ -3,7 +3,11 @@
 
 PYTHON ?= python3
 DEMO_ARGS ?=
+# What the Python tests are to do, as pytest wants it; in how many processes at once ("auto": one a core; 0: this one, for
+# a debugger); and in which order: a seed that a run has printed repeats it, empty takes another each time.
 TEST_ARGS ?=
+TEST_WORKERS ?= auto
+TEST_SEED ?=
 BENCH_ARGS ?=
 # A round of at most 25 kills has a seed of its own, counted from this one; what fails says which.
 CHAOS_KILLS ?= 1000
@@ -36,13 +40,13 @@ RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 	$(shell find placement_core -name target -prune -o \( -name '*.rs' -o -name '*.toml' \) -print 2>/dev/null)
 PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
-.PHONY: help demo test check bench bench-placement profile-placement msrv build proto proto-baseline format requirements clean \
-	chaos soak deny package demo-sglang test-sglang test-ray test-trinity test-rust test-python check-rust check-style check-types \
-	check-layers check-proto
+.PHONY: help demo test check bench bench-placement profile-placement modules-on-the-way msrv build proto proto-baseline \
+	format requirements clean chaos soak deny package demo-sglang test-sglang test-ray test-trinity test-rust test-python \
+	check-rust check-style check-types check-layers check-proto
 
 help:
 	@echo "make demo            run a rollout against a real language model, server and client in two processes"
-	@echo "make test            Rust and Python tests"
+	@echo "make test            Rust and Python tests; TEST_SEED=... repeats an order, TEST_WORKERS=0 runs them in one process"
 	@echo "make test-sglang     tests against real SGLang servers on the CPU, and make demo-sglang: the demo on one"
 	@echo "make test-trinity    tests of the drop-in for Trinity-RFT, against the real package"
 	@echo "make test-ray        tests on a real Ray cluster of several nodes, all on this machine"
@@ -50,6 +54,7 @@ help:
 	@echo "make soak            SOAK_SECONDS (1200) of steady load: memory and descriptors stay flat, nothing is left over"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
 	@echo "make bench           placement beside what people use (BENCH_RAY=0: without Ray), and no-op throughput"
+	@echo "make modules-on-the-way  the modules through which one no-op task goes, client and server together"
 	@echo "make profile-placement  instructions and cache misses of placing a token, counted by valgrind"
 	@echo "make build           build the extension and install the package into .venv, editable"
 	@echo "make format          format Rust and Python"
@@ -158,6 +163,9 @@ endif
 		--ratios $(BENCH_OUT)/ratios.jsonl --ray $(BENCH_OUT)/ray.jsonl --service $(BENCH_OUT)/service.json \
 		--docs docs --readme README.md
 
+modules-on-the-way: $(BUILT)
+	$(BIN)/python -m benches.modules_on_the_way
+
 # What the load of a machine does not change. PROFILE_ARGS="pool 16 64" counts one loop alone.
 PROFILE_ARGS ?=
 
@@ -175,7 +183,7 @@ test-rust:
 
 test-python: $(BUILT) $(DEV_READY) $(MODEL_READY)
 	$(BIN)/py-scheduler fetch-model
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --shuffle=$(TEST_SEED) $(TEST_ARGS)
 
 # docs/faults.md says what they prove.
 chaos: $(BUILT) $(DEV_READY)
