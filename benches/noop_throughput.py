@@ -29,8 +29,7 @@ from benches._server_process import server_process
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2_grpc
 from py_scheduler.client import SchedulerClient
-from py_scheduler.client.rollouts import Rollouts
-from py_scheduler.client.submissions import Submissions
+from py_scheduler.client.submissions import Rollouts, Submissions
 from py_scheduler.domain.events import TaskDone
 from py_scheduler.domain.results import Outcome, SampleDone, TaskState
 from py_scheduler.domain.task import Task, TaskConfig
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from py_scheduler.client import RolloutEvent
     from py_scheduler.client.connection import Connection
     from py_scheduler.domain.requests import WatchedFrame
-    from py_scheduler.wire.submissions import SubmitChunk
+    from py_scheduler.wire.tasks import SubmitChunk
 
 HERE = Path(__file__).parent
 GOAL_TASKS_PER_SECOND = 25_000

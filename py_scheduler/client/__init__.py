@@ -29,10 +29,9 @@ from py_scheduler.client.channel import ClientTls
 from py_scheduler.client.generation import GenerationClient
 from py_scheduler.client.held_lease import HeldLease
 from py_scheduler.client.placement import PlacementClient
-from py_scheduler.client.rollouts import RolloutEvent
 from py_scheduler.client.scheduler import SchedulerClient
 from py_scheduler.client.steps import StepEvent
-from py_scheduler.client.submissions import Submission
+from py_scheduler.client.submissions import RolloutEvent, Submission
 
 __all__ = [
     "BlockingGenerationClient",

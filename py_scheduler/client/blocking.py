@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from py_scheduler.client.held_lease import HeldLease
-    from py_scheduler.client.rollouts import RolloutEvent
+    from py_scheduler.client.submissions import RolloutEvent
     from py_scheduler.domain.generation import GenerationState
     from py_scheduler.domain.leases import LeaseToken
     from py_scheduler.domain.resources import Resource

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from py_scheduler.client.collecting import Results
 from py_scheduler.client.connection import CALL_SECONDS, DEFAULT_TARGET, ServiceClient
-from py_scheduler.client.rollouts import Rollouts
 from py_scheduler.client.steps import Steps
-from py_scheduler.client.submissions import Submissions, chunks_of
+from py_scheduler.client.submissions import Rollouts, Submissions, chunks_of
 from py_scheduler.domain.collecting import DEFAULT_COLLECT_SECONDS, CollectReply, CollectRequest, TaskResult
 from py_scheduler.domain.limits import MAX_MESSAGE_BYTES
 from py_scheduler.domain.requests import AbortRequest, Delivery, EventFilter, SubmissionSelector
@@ -22,16 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator
 
     from py_scheduler.client.channel import ClientTls
-    from py_scheduler.client.rollouts import RolloutEvent
     from py_scheduler.client.steps import StepEvent
-    from py_scheduler.client.submissions import Submission
+    from py_scheduler.client.submissions import RolloutEvent, Submission
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.requests import AbortReply, EventKind, ServerInfo, SubmissionView, WatchedFrame
     from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.domain.task import Task
     from py_scheduler.domain.training.iteration import IterationContext
     from py_scheduler.domain.training.samples import TrainingSample
-    from py_scheduler.wire.submissions import SubmitChunk
+    from py_scheduler.wire.tasks import SubmitChunk
 
 
 class SchedulerClient(ServiceClient):

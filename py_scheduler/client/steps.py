@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2
 from py_scheduler._generated.rollout_scheduler.v1.rollout_service_pb2_grpc import RolloutServiceStub
-from py_scheduler.client.rollouts import RolloutEvent, rollout_events
+from py_scheduler.client.submissions import RolloutEvent, rollout_events
 from py_scheduler.domain.training.steps import StepKind, StepReport
 from py_scheduler.wire.events import decode_frame
 from py_scheduler.wire.rollouts import decode_report, encode_step_request

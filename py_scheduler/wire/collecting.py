@@ -21,8 +21,7 @@ from py_scheduler.domain.collecting import (
 from py_scheduler.domain.limits import check_collect, name_fault
 from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import ServerError
-from py_scheduler.wire.common.enums import TASK_STATES
-from py_scheduler.wire.common.faults import Faults
+from py_scheduler.wire.common.fields import TASK_STATES, Faults
 from py_scheduler.wire.requests import decode_namespace, decode_selector
 from py_scheduler.wire.results import decode_sample, encode_sample
 from py_scheduler.wire.tasks import decode_batch_id, encode_batch_id

@@ -25,7 +25,7 @@ from py_scheduler.domain.events import (
 )
 from py_scheduler.domain.requests import TasksAcceptedNotice, WatchedEvent, WatchedFrame, WatchedRecord
 from py_scheduler.domain.values.plain import safe_text
-from py_scheduler.wire.common.enums import ATTEMPT_STATES, OUTCOMES, STOP_CAUSES, TASK_STATES
+from py_scheduler.wire.common.fields import ATTEMPT_STATES, OUTCOMES, STOP_CAUSES, TASK_STATES
 from py_scheduler.wire.results import decode_reward, decode_sample, encode_reward, encode_sample
 from py_scheduler.wire.tasks import encode_batch_id
 

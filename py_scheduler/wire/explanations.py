@@ -8,8 +8,7 @@ from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPh
 from py_scheduler.domain.limits import name_fault
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId
 from py_scheduler.domain.values.plain import safe_text
-from py_scheduler.wire.common.enums import EnumTable
-from py_scheduler.wire.common.faults import Faults
+from py_scheduler.wire.common.fields import EnumTable, Faults
 from py_scheduler.wire.placement import decode_shortage, encode_shortage
 from py_scheduler.wire.tasks import encode_batch_id
 

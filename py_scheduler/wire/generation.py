@@ -7,8 +7,7 @@ from py_scheduler.domain.generation import GenerationState, PauseMode, WeightUpd
 from py_scheduler.domain.limits import check_weight_update, name_fault
 from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.wire.common.enums import EnumTable
-from py_scheduler.wire.common.faults import Faults
+from py_scheduler.wire.common.fields import EnumTable, Faults
 
 PAUSE_MODES = EnumTable(PauseMode, service.PauseMode, "PAUSE_MODE")
 

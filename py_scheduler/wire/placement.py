@@ -25,8 +25,7 @@ from py_scheduler.domain.limits import name_fault
 from py_scheduler.domain.resources import Resource, check_extras
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
 from py_scheduler.domain.values.plain import safe_text
-from py_scheduler.wire.common.enums import EnumTable
-from py_scheduler.wire.common.faults import Faults
+from py_scheduler.wire.common.fields import EnumTable, Faults
 from py_scheduler.wire.requests import decode_node, decode_resource, encode_node, encode_resource
 from py_scheduler.wire.tasks import decode_batch_id, encode_batch_id
 

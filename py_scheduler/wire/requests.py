@@ -32,8 +32,7 @@ from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey
 from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.common.cursor import CursorCodec
-from py_scheduler.wire.common.enums import DELIVERIES, EVENT_KINDS
-from py_scheduler.wire.common.faults import Faults
+from py_scheduler.wire.common.fields import DELIVERIES, EVENT_KINDS, Faults
 from py_scheduler.wire.tasks import decode_batch_id, decode_iteration, decode_tasks, encode_batch_id
 
 MAX_REASON_LENGTH = 4_096

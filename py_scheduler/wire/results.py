@@ -14,7 +14,7 @@ from py_scheduler.domain.results import NO_METRICS, NO_REWARD, EpisodePhase, Rew
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory, Turn
 from py_scheduler.domain.values.plain import details_json, safe_text, words_of
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.wire.common.enums import EPISODE_PHASES, FINISH_REASONS, LOG_PROB_KINDS, OUTCOMES
+from py_scheduler.wire.common.fields import EPISODE_PHASES, FINISH_REASONS, LOG_PROB_KINDS, OUTCOMES
 
 if TYPE_CHECKING:
     from py_scheduler._generated.rollout_scheduler.v1 import task_pb2

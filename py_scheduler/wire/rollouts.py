@@ -21,8 +21,7 @@ from py_scheduler.domain.training.steps import (
 )
 from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.wire.common.cursor import CursorCodec
-from py_scheduler.wire.common.enums import OUTCOMES
-from py_scheduler.wire.common.faults import Faults
+from py_scheduler.wire.common.fields import OUTCOMES, Faults
 
 ExecuteRequest = service.ExecuteRolloutRequest | service.ExecuteEvalRequest
 ExecuteResponse = service.ExecuteRolloutResponse | service.ExecuteEvalResponse

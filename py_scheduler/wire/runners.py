@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from py_scheduler._generated.rollout_scheduler.v1 import runner_pb2
 from py_scheduler.domain.runners.runner import RunnerView
 from py_scheduler.domain.values.plain import safe_text
-from py_scheduler.wire.common.enums import RUNNER_STATES
+from py_scheduler.wire.common.fields import RUNNER_STATES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

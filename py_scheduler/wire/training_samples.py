@@ -14,7 +14,7 @@ from py_scheduler._generated.rollout_scheduler.v1 import rollout_service_pb2 as 
 from py_scheduler.domain.training.samples import TrainingSample
 from py_scheduler.domain.values.plain import details_json, safe_text
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.wire.common.enums import SAMPLE_STATUSES
+from py_scheduler.wire.common.fields import SAMPLE_STATUSES
 from py_scheduler.wire.events import MAX_FRAME_BYTES
 from py_scheduler.wire.results import decode_trajectory, encode_trajectory
 

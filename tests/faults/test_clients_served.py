@@ -27,7 +27,7 @@ from py_scheduler.domain.results import TaskState
 from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import ServerError
 from py_scheduler.wire.collecting import encode_collect_request
-from py_scheduler.wire.submissions import encode_submission_chunks
+from py_scheduler.wire.tasks import encode_submission_chunks
 from tests.support.servers.served_process import ROOT, served_process
 from tests.support.waiting import eventually
 

@@ -1,18 +1,26 @@
-"""SchedulerService on an engine."""
+"""SchedulerService on an engine.
+
+Invariants
+  1. A watch ends its subscription in the task of its own call, whichever way the call ends, so a client that goes away
+     leaves nothing behind.
+  2. A collect that has not begun to stream has handed nothing out; one that has is repeated under its request id.
+"""
 
 # ruff: noqa: N802, ARG002 - names and signatures are the proto's
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from contextlib import aclosing, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
+import grpc
 import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import collecting_pb2, runner_pb2, scheduler_service_pb2_grpc
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
-from py_scheduler.api.boundary import caller, time_to_answer
-from py_scheduler.api.servicers.collects import Collects
-from py_scheduler.api.servicers.watches import Watches
+from py_scheduler.api.boundary import CallRefusedError, caller, time_to_answer
+from py_scheduler.api.disconnect_guard import DisconnectGuard
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire import requests as wire
 from py_scheduler.wire.collecting import (
@@ -23,16 +31,21 @@ from py_scheduler.wire.collecting import (
     encode_chunks,
 )
 from py_scheduler.wire.common.cursor import CursorCodec
+from py_scheduler.wire.events import encode_frames
 from py_scheduler.wire.explanations import decode_explain_request, encode_explanation
 from py_scheduler.wire.runners import encode_runners
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     import grpc.aio
 
     from py_scheduler.api.boundary import OutgoingStream
     from py_scheduler.api.ports import EnginePort
     from py_scheduler.api.security.bearer_tokens import Caller
+    from py_scheduler.domain.collecting import CollectReply, CollectRequest
     from py_scheduler.domain.explanations import TaskExplanation
+    from py_scheduler.domain.requests import EventFilter, EventFrame
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -151,3 +164,122 @@ def seen_by(who: Caller, explanation: TaskExplanation) -> TaskExplanation:
             for wait in explanation.waits
         ),
     )
+
+
+class _Stream:
+    """One open watch. `idle`: it waits for the engine, so cancelling it interrupts no write."""
+
+    __slots__ = ("idle", "task", "through_sequence")
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.task = task
+        self.idle = False
+        self.through_sequence = 0
+
+
+class Watches:
+    """The watches of one server. disconnect_grace_seconds: see DisconnectGuard."""
+
+    def __init__(self, engine: EnginePort, disconnect_grace_seconds: float) -> None:
+        self._engine = engine
+        self._streams: set[_Stream] = set()
+        self._is_ending = False
+        self.guard = DisconnectGuard(engine, disconnect_grace_seconds)
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    async def watch(
+        self,
+        event_filter: EventFilter,
+        after: int | None,
+        cursors: CursorCodec,
+        context: OutgoingStream,
+        *,
+        cancel_on_disconnect: bool,
+    ) -> None:
+        """Writes events to the context until the client goes. Raises CallRefusedError when the server stops."""
+        task = asyncio.current_task()
+        if task is None:
+            message = "a watch runs in the task of its call"
+            raise RuntimeError(message)
+        if cancel_on_disconnect and not event_filter.submission_id:
+            raise InvalidArgumentError("needs a filter with a submission_id", "cancel_on_disconnect")
+        stream = _Stream(task)
+        self._streams.add(stream)
+        guarded = self.guard.watched(event_filter) if cancel_on_disconnect else nullcontext()
+        try:
+            # The port promises no more than an iterator; what `async def` with yield makes can be closed as well.
+            watch = cast("AsyncGenerator[EventFrame, None]", self._engine.watch(event_filter, after))
+            async with aclosing(watch) as frames:
+                with guarded:
+                    await self._pump(stream, frames, cursors, context)
+        finally:
+            self._streams.discard(stream)
+        raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the server is stopping: resume from the last cursor")
+
+    async def _pump(
+        self, stream: _Stream, frames: AsyncGenerator[EventFrame, None], cursors: CursorCodec, context: OutgoingStream
+    ) -> None:
+        """Returns when the server is stopping and everything that happened has been sent."""
+        while not (self._is_ending and stream.through_sequence >= self._engine.last_sequence):
+            stream.idle = True
+            try:
+                frame = await anext(frames, None)
+            except asyncio.CancelledError:
+                if self._is_ending and not context.cancelled():
+                    stream.task.uncancel()
+                    return
+                raise
+            finally:
+                stream.idle = False
+            if frame is None:
+                return
+            for encoded in encode_frames(frame, cursors):
+                await context.write(encoded)
+            stream.through_sequence = frame.through_sequence
+
+    def end(self) -> None:
+        """Lets every watch send what has happened until now and end, with a status that says to resume."""
+        self._is_ending = True
+        self.guard.close()
+        for stream in self._streams:
+            if stream.idle and stream.through_sequence >= self._engine.last_sequence:
+                stream.task.cancel()
+
+
+_STOPPING = "the server is stopping: collect again with the same request_id"
+
+
+class Collects:
+    """The collects of one server that wait, each in the task of its call."""
+
+    def __init__(self, engine: EnginePort) -> None:
+        self._engine = engine
+        self._waits: set[asyncio.Task[Any]] = set()
+        self._is_stopping = False
+
+    async def collect(self, request: CollectRequest, context: OutgoingStream) -> CollectReply:
+        """Raises CallRefusedError when the server stops before there are results."""
+        task = asyncio.current_task()
+        assert task is not None, "a call runs in a task of its own"
+        self._waits.add(task)
+        try:
+            if self._is_stopping:
+                raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, _STOPPING)
+            await context.begin()
+            return await self._engine.results.collect(request)
+        except asyncio.CancelledError:
+            if self._is_stopping and not context.cancelled():
+                task.uncancel()
+                raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, _STOPPING) from None
+            raise
+        finally:
+            self._waits.discard(task)
+
+    def end(self) -> None:
+        """Lets every call that waits for results end, with a status that says to repeat it."""
+        self._is_stopping = True
+        for task in self._waits:
+            task.cancel()

@@ -15,7 +15,7 @@ from py_scheduler.domain.requests import EventKind
 from py_scheduler.domain.results import SampleDone
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
 from py_scheduler.scheduler.log.event_log import KIND_OF_EVENT
-from py_scheduler.wire.common.enums import EVENT_KINDS
+from py_scheduler.wire.common.fields import EVENT_KINDS
 from tests.support import strategies
 
 if TYPE_CHECKING:

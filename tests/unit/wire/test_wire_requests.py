@@ -25,7 +25,7 @@ from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire import requests as wire
 from py_scheduler.wire.common.cursor import CursorCodec
-from py_scheduler.wire.submissions import encode_submission_chunks
+from py_scheduler.wire.tasks import encode_submission_chunks
 from tests.support import strategies
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfi
 from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.requests import decode_submit_request
-from py_scheduler.wire.submissions import encode_submission_chunks
+from py_scheduler.wire.tasks import encode_submission_chunks
 from tests.support import strategies
 
 if TYPE_CHECKING:

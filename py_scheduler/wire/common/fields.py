@@ -1,4 +1,7 @@
-"""Enums of the domain <-> enum numbers of the protos, by name: `Outcome.SOLVED` <-> `OUTCOME_SOLVED`."""
+"""How the fields of every message are read: enums by name, and everything that is wrong with a message at once.
+
+Enums of the domain and enum numbers of the protos belong together by name: `Outcome.SOLVED` <-> `OUTCOME_SOLVED`.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ from py_scheduler._generated.rollout_scheduler.v1 import (
 )
 from py_scheduler.domain.events import StopCause
 from py_scheduler.domain.generation import FinishReason, LogProbKind
+from py_scheduler.domain.limits import MAX_VIOLATIONS
 from py_scheduler.domain.requests import Delivery, EventKind
 from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, TaskState
 from py_scheduler.domain.runners.runner import RunnerState
 from py_scheduler.domain.training.samples import SampleStatus
-from py_scheduler.errors import InvalidArgumentError
+from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from enum import StrEnum
 
 E = TypeVar("E", bound="StrEnum")
@@ -61,3 +66,33 @@ SAMPLE_STATUSES = EnumTable(SampleStatus, rollout_service_pb2.SampleStatus, "SAM
 EVENT_KINDS = EnumTable(EventKind, scheduler_service_pb2.EventKind, "EVENT_KIND")
 DELIVERIES = EnumTable(Delivery, scheduler_service_pb2.Delivery, "DELIVERY")
 RUNNER_STATES = EnumTable(RunnerState, runner_pb2.RunnerState, "RUNNER_STATE")
+
+
+class Faults:
+    """Grows while a message is read; `check` ends the reading."""
+
+    __slots__ = ("_violations", "are_many")
+
+    def __init__(self) -> None:
+        self._violations: list[FieldViolation] = []
+        self.are_many = False
+        """No more are taken, so a reader may stop."""
+
+    def add(self, field: str, description: str) -> None:
+        if len(self._violations) < MAX_VIOLATIONS:
+            self._violations.append(FieldViolation(field, description))
+        else:
+            self.are_many = True
+
+    def add_all(self, prefix: str, violations: Iterable[FieldViolation]) -> None:
+        """Takes violations of a part of the message whose path is `prefix`."""
+        for violation in violations:
+            self.add(".".join(filter(None, (prefix, violation.field))), violation.description)
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError if anything was found."""
+        if not self._violations:
+            return
+        if self.are_many:
+            self._violations.append(FieldViolation("", "and more"))
+        raise InvalidArgumentError(self._violations)
