@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
+    from py_scheduler.domain.task import SubmissionKey
+    from py_scheduler.wire.common.fields import Faults
 
 _SAMPLING_LISTS = ("stop", "stop_token_ids")
 _SAMPLING_SCALARS = tuple(
