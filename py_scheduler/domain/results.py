@@ -47,6 +47,17 @@ _MODEL_RESULTS = frozenset(
 _INFRA = frozenset({Outcome.INFRA_CONN, Outcome.INFRA_SANDBOX, Outcome.INFRA_OTHER})
 
 
+def classify_termination(score: float, termination_reason: str, solve_threshold: float) -> Outcome:
+    """The outcome of a sample that ran and was scored to the end."""
+    if score >= solve_threshold:
+        return Outcome.SOLVED
+    if termination_reason == Outcome.MAX_TURNS:
+        return Outcome.MAX_TURNS
+    if termination_reason == Outcome.CONTEXT_OVERFLOW:
+        return Outcome.CONTEXT_OVERFLOW
+    return Outcome.WRONG_ANSWER
+
+
 class AttemptState(StrEnum):
     """Lifecycle of one try at a SubTask."""
 

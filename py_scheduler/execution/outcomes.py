@@ -1,4 +1,4 @@
-"""What an exception or a finished episode means (design words: Outcome).
+"""What an exception means (design words: Outcome). What a finished episode means, `domain/results.py` says.
 
 Classification looks at the exception's type first, by qualified class name along the MRO and its causes, so that no
 client library need be imported; only then at its text. Source: seed 1, section 4 (abort classification).
@@ -98,17 +98,6 @@ def classify_abort(error: BaseException) -> Outcome:
             if part in text:
                 return outcome
     return Outcome.INFRA_OTHER
-
-
-def classify_termination(score: float, termination_reason: str, solve_threshold: float) -> Outcome:
-    """The outcome of a sample that ran and was scored to the end."""
-    if score >= solve_threshold:
-        return Outcome.SOLVED
-    if termination_reason == Outcome.MAX_TURNS:
-        return Outcome.MAX_TURNS
-    if termination_reason == Outcome.CONTEXT_OVERFLOW:
-        return Outcome.CONTEXT_OVERFLOW
-    return Outcome.WRONG_ANSWER
 
 
 def describe(error: BaseException) -> str:

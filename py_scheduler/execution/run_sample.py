@@ -21,10 +21,11 @@ from py_scheduler.domain.results import (
     Reward,
     SampleDone,
     Timings,
+    classify_termination,
 )
 from py_scheduler.domain.values.plain import details_json, plain_number, safe_text
 from py_scheduler.errors import RunnerLostError
-from py_scheduler.execution.outcomes import classify_abort, classify_termination, describe
+from py_scheduler.execution.outcomes import classify_abort, describe
 
 if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from py_scheduler.domain.events import AttemptEnded, AttemptRef, Event, StopCause, TaskDone
-from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
-from py_scheduler.execution.outcomes import classify_termination
+from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState, classify_termination
 from py_scheduler.scheduler.ledger.commands import EndAttempt, ScoreGroup, StopTasks
 from py_scheduler.scheduler.ledger.records import WAITING, SubTaskRecord, TaskRecord
 

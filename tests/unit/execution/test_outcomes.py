@@ -10,7 +10,7 @@ import aiohttp
 import grpc
 import pytest
 
-from py_scheduler.domain.results import Outcome
+from py_scheduler.domain.results import Outcome, classify_termination
 from py_scheduler.errors import (
     ContextOverflowError,
     EngineRejectedError,
@@ -18,7 +18,7 @@ from py_scheduler.errors import (
     GenerationAbortedError,
     TurnLimitError,
 )
-from py_scheduler.execution.outcomes import classify_abort, classify_termination, describe
+from py_scheduler.execution.outcomes import classify_abort, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
