@@ -165,7 +165,7 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     @property
     def is_trainable(self) -> bool:
         """Whether it ran and was scored to the end and has tokens."""
-        return len(self.trajectory) > 0 and self.is_scored
+        return bool(self.trajectory.loss_mask_bytes) and self.is_scored
 
     def staleness_at(self, weight_epoch: int) -> int | None:
         """How many changes of weights lie between its oldest tokens and the student's `weight_epoch` of a moment, such

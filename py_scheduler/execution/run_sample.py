@@ -246,6 +246,8 @@ async def _wait_quiet(episode: HandlerEpisode, worker: Worker) -> None:
 
 
 def _text_only(said: object) -> str:
+    if type(said) is str and said.isascii():
+        return said  # Most are like that; the other branch comes to the same.
     return safe_text(said) if isinstance(said, str) else ""
 
 

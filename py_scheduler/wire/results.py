@@ -66,7 +66,7 @@ def _fill_sample(sample: SampleDone, message: task_pb2.SampleDone) -> None:
     if sample.trajectory is not EMPTY_TRAJECTORY:
         encode_trajectory(sample.trajectory, message.trajectory)
     if sample.termination_reason:
-        message.termination_reason = safe_text(sample.termination_reason)
+        message.termination_reason = sample.termination_reason  # Whoever made the sample made it what UTF-8 carries.
     if sample.error:
         message.error = safe_text(sample.error)
     if sample.phase:
