@@ -188,7 +188,9 @@ class Engine:
         await restore(self._journal, self._whole_ledger, *parts)
         self.leases.start(self._journal.first_fencing_token)
         for submission in self._ledger.open_submissions():
-            self._stops.arm_deadlines(submission.open_tasks.values())
+            for record in submission.open_tasks.values():
+                if record.task.config.task_deadline_seconds is not None:
+                    self._stops.arm_deadline(record)
         for spec, attempts in open_batches(self._ledger, self._intake, self._clock.monotonic()):
             self._admission.enqueue(spec, attempts)
         for record in unscored_groups(self._ledger):
@@ -249,7 +251,9 @@ class Engine:
         for event in self._recorder.record(accept, key.namespace):
             if type(event) is TasksAccepted:
                 records = [self._ledger.open_task(accepted.task_id) for accepted in event.tasks]
-                self._stops.arm_deadlines(records)
+                for record in records:
+                    if record.task.config.task_deadline_seconds is not None:
+                        self._stops.arm_deadline(record)
                 for spec, attempts in waiting_attempts(plan, records, self._clock.monotonic()):
                     self._admission.enqueue(spec, attempts)
 

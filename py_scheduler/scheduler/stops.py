@@ -69,15 +69,13 @@ class Stops:
         self._clock = clock
         self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
 
-    def arm_deadlines(self, records: Iterable[TaskRecord]) -> None:
-        """Gets each task that is open, once."""
-        now = self._clock.monotonic()
-        for record in records:
-            seconds = record.task.config.task_deadline_seconds
-            if seconds is not None:
-                elapsed = self._seconds_since_acceptance(record, now)
-                deadline = TaskDeadline(self._ledger, record.submission.submission_id, record.task_id, seconds)
-                self._task_deadlines.add(now + seconds - elapsed, deadline)
+    def arm_deadline(self, record: TaskRecord) -> None:
+        """Gets each open task that has a `task_deadline_seconds`, once."""
+        now, seconds = self._clock.monotonic(), record.task.config.task_deadline_seconds
+        assert seconds is not None
+        elapsed = self._seconds_since_acceptance(record, now)
+        deadline = TaskDeadline(self._ledger, record.submission.submission_id, record.task_id, seconds)
+        self._task_deadlines.add(now + seconds - elapsed, deadline)
 
     def _seconds_since_acceptance(self, record: TaskRecord, now: float) -> float:
         """By the wall clock only if the machine has booted since: that clock may jump, the monotonic one does not."""

@@ -1,5 +1,5 @@
 """Results that wait to be collected. They are the ledger's own: `Ledger.apply` alone changes them, through the
-functions here.
+functions here. What a submit adds to the counts of tasks, it counts itself.
 
 Invariants
   1. A task that is to be collected is open, or has one result kept, or left none because it was stopped on request.
@@ -32,7 +32,7 @@ from py_scheduler.scheduler.ledger.records import CollectedSet, SubmissionRecord
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from py_scheduler.domain.events import AttemptEnded, TaskDone, TasksAccepted
+    from py_scheduler.domain.events import AttemptEnded, TaskDone
     from py_scheduler.domain.results import SampleDone
     from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.scheduler.ledger.commands import AcknowledgeResults, CollectResults, DiscardResults
@@ -115,14 +115,6 @@ class KeptResults:
         self._recount(submission)
         for request_id in submission.kept.unacknowledged:
             self._sets[submission.key.namespace, request_id] = submission
-
-    def apply_accepted(self, submission: SubmissionRecord, event: TasksAccepted) -> None:
-        kept = submission.kept
-        kept.scheduled_tasks += len(event.tasks)
-        kept.is_eval = kept.is_eval or event.tasks[0].task.config.is_eval
-        if event.is_collected:
-            kept.is_collected = True
-            kept.open_tasks += len(event.tasks)
 
     def apply_done(self, task: TaskRecord, done: TaskDone) -> None:
         """Makes the result of a task that is to be collected, unless it was stopped and is to leave none."""

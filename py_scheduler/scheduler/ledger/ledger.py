@@ -151,7 +151,12 @@ class Ledger:
             self.state.open_samples += accepted.task.config.repeat_times
             if accepted.task.client_key:
                 submission.client_keys.add(accepted.task.client_key)
-        self._results.apply_accepted(submission, event)
+        kept = submission.kept
+        kept.scheduled_tasks += len(event.tasks)
+        kept.is_eval = kept.is_eval or event.tasks[0].task.config.is_eval
+        if event.is_collected:
+            kept.is_collected = True
+            kept.open_tasks += len(event.tasks)
         request = RequestRecord(
             event.request_digest,
             event.submission_id,

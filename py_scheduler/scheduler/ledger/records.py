@@ -109,7 +109,7 @@ class CollectedSet(msgspec.Struct, frozen=True, gc=False):
 
 
 class KeptState(msgspec.Struct, gc=False):
-    """What a submission keeps for whoever collects it. Changed by `KeptResults` alone.
+    """What a submission keeps for whoever collects it. Changed by `KeptResults`, and by the ledger for a submit.
 
     open_tasks: how many of its open tasks will be collected. scheduled_tasks: submitted since its results were last
     discarded; returned_tasks: of these, how many were handed out.
