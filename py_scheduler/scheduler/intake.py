@@ -17,7 +17,7 @@ from py_scheduler.domain.limits import check_submit
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import InvalidArgumentError, ResourceExhaustedError, SchedulerError
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.placement import check_deadlock, short_words
+from py_scheduler.placement import check_deadlock, short_words, tokens_in_budget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,6 +64,10 @@ class Intake:
             _check_fits(pool, spec, 1)
         self._fallback = specs[0]
         self._pool = pool
+        self._layout: int | None = None
+        """The pool's layout that `_most_subtasks` is of."""
+        self._most_subtasks: dict[str, int] = {}
+        """By evaluator, what a batch may have at most, where that is less than its budget would let run at once."""
         self._batching_strategy = batching_strategy
         self._warned: set[str] = set()
         self._group_scoring = {spec.evaluator_id for spec in specs if spec.handler.scores_groups}
@@ -87,8 +91,23 @@ class Intake:
         self._guard([(self._specs.get(batch.task_type, self._fallback), batch) for batch in batches])
 
     def _guard(self, batches: Sequence[tuple[EvaluatorSpec, Batch]]) -> None:
-        for spec, subtasks in _biggest_batches(batches):
-            _check_fits(self._pool, spec, subtasks)
+        """With a budget for 8 samples at once and room for 8, no batch is too big: of 100 samples, 8 run at a time.
+        With room for 6, a batch of 7 would wait for ever.
+        """
+        if self._pool is not None and self._pool.layout_version != self._layout:
+            self._measure(self._pool)
+        if self._most_subtasks:
+            for spec, subtasks in _biggest_batches(batches):
+                if subtasks > self._most_subtasks.get(spec.evaluator_id, subtasks):
+                    _check_fits(self._pool, spec, subtasks)
+
+    def _measure(self, pool: PlacementPool) -> None:
+        self._layout = pool.layout_version
+        self._most_subtasks.clear()
+        for spec in self._specs.values():
+            most = pool.max_tokens_for(spec.sample_resource)
+            if most < tokens_in_budget(spec.resource, spec.sample_resource):
+                self._most_subtasks[spec.evaluator_id] = most
 
     def batch(self, tasks: Sequence[Task], batches: Sequence[Batch] | None = None) -> Plan:
         """Groups tasks by the strategy, unless they are grouped already, and finds each batch its spec."""
@@ -146,8 +165,8 @@ class IntakeLimits:
     def check(self, tasks: Sequence[Task], namespace: str, *, keeps_results: bool) -> None:
         """Raises ResourceExhaustedError while these tasks would be too many. keeps_results: theirs are collected."""
         ledger, settings = self._ledger, self._settings
-        self._quotas.check_tasks(namespace, ledger.open_tasks_in(namespace), len(tasks))
-        self._quotas.check_retained(namespace, self._event_log.unread_bytes)
+        if self._quotas.there_are_any:
+            self._check_quota(namespace, len(tasks))
         samples = sum([task.config.repeat_times for task in tasks])
         for what, are_open, more, limit in (
             ("tasks", ledger.open_tasks, len(tasks), settings.max_queued_tasks),
@@ -161,6 +180,23 @@ class IntakeLimits:
                 )
         if keeps_results:
             self._check_kept()
+
+    def _check_quota(self, namespace: str, more: int) -> None:
+        quota, are_open = self._quotas.of(namespace), self._ledger.open_tasks_in(namespace)
+        limit = quota.max_queued_tasks
+        if limit is not None and are_open + more > limit:
+            raise ResourceExhaustedError(
+                f"{are_open} tasks of namespace {namespace!r} are open, {more} more would exceed its quota of "
+                f"max_queued_tasks ({limit}): wait for some to finish",
+                _RETRY_AFTER_SECONDS,
+            )
+        limit = quota.max_retained_bytes
+        if limit is not None and (unread := self._event_log.unread_bytes(namespace)) > limit:
+            raise ResourceExhaustedError(
+                f"{unread} bytes of events of namespace {namespace!r} wait to be acknowledged, over its quota of "
+                f"max_retained_bytes ({limit}): read them and call AckEvents",
+                _RETRY_AFTER_SECONDS,
+            )
 
     def _check_kept(self) -> None:
         kept, limit = self._ledger.results.kept_bytes, self._settings.max_kept_bytes

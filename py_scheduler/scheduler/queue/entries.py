@@ -46,6 +46,8 @@ class ReadyEntry(msgspec.Struct, gc=False, kw_only=True):
     """What one token holds: of one evaluator always the same object, which the pool has converted already."""
     tokens: int
     """What it takes at once when it is let in."""
+    cost: int
+    """What its admission is charged to its flow: tokens, as often as they are used."""
     queued_at: float
     """Monotonic seconds."""
     bypassed: int = 0
@@ -55,21 +57,13 @@ class ReadyEntry(msgspec.Struct, gc=False, kw_only=True):
     looked_at: int = 0
     """The queue's `generation` when what it wants was last looked at."""
 
-    @property
-    def cost(self) -> int:
-        """What its admission is charged to its flow: tokens, as often as they are used."""
-        return self.shape[1]
-
 
 class ReadyBatch(ReadyEntry, gc=False, kw_only=True):
     """Attempts of one submission and one spec."""
 
+    submission_id: str
     spec: EvaluatorSpec
     attempts: list[PlannedAttempt]
-
-    @property
-    def submission_id(self) -> str:
-        return self.attempts[0].submission_id
 
     @property
     def namespace(self) -> str:

@@ -9,13 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.quotas import UNLIMITED, Quota
-from py_scheduler.errors import ResourceExhaustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-
-_RETRY_AFTER_SECONDS = 1.0
 _EVERY_NAMESPACE = "*"
 _MAX_KNOWN = 10_000
 """Namespaces are what clients say they are: no end of them may be remembered."""
@@ -42,26 +39,6 @@ class Quotas:
             if len(self._known) < _MAX_KNOWN:
                 self._known[namespace] = quota
         return quota
-
-    def check_tasks(self, namespace: str, are_open: int, more: int) -> None:
-        """Raises ResourceExhaustedError when so many more tasks would be too many."""
-        limit = self.of(namespace).max_queued_tasks
-        if limit is not None and are_open + more > limit:
-            raise ResourceExhaustedError(
-                f"{are_open} tasks of namespace {namespace!r} are open, {more} more would exceed its quota of "
-                f"max_queued_tasks ({limit}): wait for some to finish",
-                _RETRY_AFTER_SECONDS,
-            )
-
-    def check_retained(self, namespace: str, unread_bytes: Callable[[str], int]) -> None:
-        """Raises ResourceExhaustedError while too much waits to be acknowledged."""
-        limit = self.of(namespace).max_retained_bytes
-        if limit is not None and (unread := unread_bytes(namespace)) > limit:
-            raise ResourceExhaustedError(
-                f"{unread} bytes of events of namespace {namespace!r} wait to be acknowledged, over its quota of "
-                f"max_retained_bytes ({limit}): read them and call AckEvents",
-                _RETRY_AFTER_SECONDS,
-            )
 
     def limit_further(self, quotas: Mapping[str, Quota]) -> None:
         """In place of what was said so before; "*": for every namespace."""

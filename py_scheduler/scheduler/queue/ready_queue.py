@@ -114,8 +114,10 @@ class ReadyQueue:
             shape=(spec.evaluator_id, count),
             per_sample=room.sample_of(spec),
             tokens=1 if count == 1 else room.tokens_at_once(spec, count, namespace),
+            cost=count,
             queued_at=queued_at,
             looked_at=self.generation,
+            submission_id=first.submission_id,
             spec=spec,
             attempts=attempts,
         )
@@ -141,6 +143,7 @@ class ReadyQueue:
             shape=(demand.per_sample, tokens),
             per_sample=demand.per_sample,
             tokens=tokens,
+            cost=tokens,
             queued_at=queued_at,
             looked_at=self.generation,
             budget=demand.ceiling,

@@ -27,6 +27,7 @@ def entry_of(per_sample: Resource, tokens: int) -> ReadyLease:
         shape=(per_sample, tokens),
         per_sample=per_sample,
         tokens=tokens,
+        cost=tokens,
         queued_at=0.0,
         budget=Resource(gpu=100, cpu=100, memory_gb=100, concurrency=100),
         grant=lambda lease: None,
