@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt
 from py_scheduler.execution.episode import EpisodeServices
-from py_scheduler.execution.runner import INLINE, RunnerGoneError, Runners
+from py_scheduler.execution.run_sample import INLINE
+from py_scheduler.execution.runner import RunnerGoneError, Runners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""Runs one sample: run, then eval, and turns whatever the handler does into one SampleDone. Scores groups likewise.
+"""Runs the samples of an attempt in this loop: run, then eval, and turns whatever the handler does into one SampleDone
+to a sample. Scores groups likewise.
 
 This is the one boundary where a handler's exceptions are caught.
 """
@@ -23,15 +24,22 @@ from py_scheduler.domain.results import (
     Timings,
     classify_termination,
 )
+from py_scheduler.domain.task import Sample
 from py_scheduler.domain.values.plain import details_json, plain_number, safe_text
 from py_scheduler.errors import RunnerLostError
+from py_scheduler.execution.attempt import AttemptReport
+from py_scheduler.execution.episode import HandlerEpisode
 from py_scheduler.execution.outcomes import classify_abort, describe
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
     from py_scheduler.domain.ports import Clock
+    from py_scheduler.domain.resources import PlacementToken
+    from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.execution.attempt import RunningAttempt, RunningGroup
-    from py_scheduler.execution.episode import HandlerEpisode
+    from py_scheduler.execution.episode import EpisodeServices
     from py_scheduler.execution.workers import Worker
 
 logger = logging.getLogger(__name__)
@@ -50,6 +58,70 @@ _logged: set[tuple[str, str, str]] = set()
 _SUCCEEDED: Final = AttemptState.SUCCEEDED
 _INFRA_OTHER: Final = Outcome.INFRA_OTHER
 _Returned = TypeVar("_Returned", AgentResult, Reward)
+
+
+class InlineRunner:
+    """The event loop itself, and the handle there: as many handlers run in it at once as there are workers. Implements
+    `execution.runner.Runners` and `RunnerHandle`.
+    """
+
+    kind = "inline"
+    is_usable = True
+
+    @property
+    def standing_handle(self) -> InlineRunner:
+        return self
+
+    async def start(self) -> None: ...
+
+    async def take_handle(self, _token: PlacementToken | None) -> InlineRunner:
+        return self
+
+    def run(
+        self, running: RunningAttempt, worker: Worker, spec: EvaluatorSpec, services: EpisodeServices
+    ) -> Coroutine[Any, Any, AttemptReport]:
+        # Not a coroutine around a coroutine: this is on the way of every sample.
+        return run_samples(running, worker, spec, services, spec.handler)
+
+    def leave(self) -> None: ...
+
+    async def score_group(
+        self, group: RunningGroup, worker: Worker, spec: EvaluatorSpec
+    ) -> tuple[tuple[Reward, ...], str]:
+        return await score_group(group, worker, spec, spec.handler)
+
+    def views(self) -> list[RunnerView]:
+        return []
+
+    async def close(self) -> None: ...
+
+
+INLINE = InlineRunner()
+
+
+async def run_samples(
+    running: RunningAttempt, worker: Worker, spec: EvaluatorSpec, services: EpisodeServices, handler: BaseAgent
+) -> AttemptReport:
+    """Runs the samples of an attempt one after the other.
+
+    The first sample that does not succeed ends the attempt, unless the task keeps those that succeed beside it. A stop
+    always ends it, and so does the end of its runner.
+    """
+    planned = running.planned
+    samples: list[SampleDone] = []
+    report_state, message = _SUCCEEDED, ""
+    for sample_no in range(planned.first_sample_no, planned.first_sample_no + planned.sample_count):
+        running.sample_no = sample_no
+        sample = Sample(task_id=planned.ref.task_id, sample_no=sample_no, task=planned.task)
+        episode = HandlerEpisode(services, spec, sample, running)
+        state, done = await run_sample(running, worker, episode, handler, spec, services.clock)
+        samples.append(done)
+        if state is not _SUCCEEDED:
+            report_state, message = state, message or running.stop_reason or done.error
+            is_over = running.stop_cause is not None or state is AttemptState.LOST
+            if is_over or not planned.task.config.keeps_partial:
+                break
+    return AttemptReport(report_state, tuple(samples), message, running.payload)
 
 
 class _Progress:

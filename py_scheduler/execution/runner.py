@@ -11,7 +11,8 @@ How an attempt reaches a runner, and what the author of one has to know:
         ... the next attempt of the batch, with the same handle while `handle.is_usable` ...
         handle.leave()                              once, whatever happened
 
-- `Engine(..., runners={evaluator_id: Runners})`; an evaluator that is not named there runs `inline`.
+- `Engine(..., runners={evaluator_id: Runners})`; an evaluator that is not named there runs `inline`, which is the event
+  loop (`execution/run_sample.py`).
 - `run` never raises for what user code does: that is a FAILED report. A runner that died is a LOST report, whose
   message says how it ended; the ledger's loss budget does the rest. Where an attempt did not succeed, the ledger makes
   up the samples that its report lacks.
@@ -37,35 +38,25 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from py_scheduler.domain.results import AttemptState
-from py_scheduler.domain.task import Sample
 from py_scheduler.errors import RunnerStartError, first_of
-from py_scheduler.execution.attempt import AttemptReport
-from py_scheduler.execution.episode import HandlerEpisode
-from py_scheduler.execution.run_sample import run_sample, score_group
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Iterable
     from contextlib import AsyncExitStack
 
-    from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
+    from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
-    from py_scheduler.domain.results import Reward, SampleDone
+    from py_scheduler.domain.results import Reward
     from py_scheduler.domain.runners.runner import RunnerView
-    from py_scheduler.execution.attempt import RunningAttempt, RunningGroup
+    from py_scheduler.execution.attempt import AttemptReport, RunningAttempt, RunningGroup
     from py_scheduler.execution.episode import EpisodeServices
     from py_scheduler.execution.workers import Worker
 
 
 class RunnerGoneError(Exception):
     """The node that a token names has no runners any more, or the server is ending."""
-
-
-# Members by name: Python 3.11 looks them up through the metaclass, five times slower, and these are on the way of
-# every sample.
-_SUCCEEDED: Final = AttemptState.SUCCEEDED
 
 
 class RunnerHandle(Protocol):
@@ -114,43 +105,6 @@ class Runners(Protocol):
         ...
 
 
-class InlineRunner:
-    """The event loop itself, and the handle there: as many handlers run in it at once as there are workers."""
-
-    kind = "inline"
-    is_usable = True
-
-    @property
-    def standing_handle(self) -> InlineRunner:
-        return self
-
-    async def start(self) -> None: ...
-
-    async def take_handle(self, _token: PlacementToken | None) -> InlineRunner:
-        return self
-
-    def run(
-        self, running: RunningAttempt, worker: Worker, spec: EvaluatorSpec, services: EpisodeServices
-    ) -> Coroutine[Any, Any, AttemptReport]:
-        # Not a coroutine around a coroutine: this is on the way of every sample.
-        return run_samples(running, worker, spec, services, spec.handler)
-
-    def leave(self) -> None: ...
-
-    async def score_group(
-        self, group: RunningGroup, worker: Worker, spec: EvaluatorSpec
-    ) -> tuple[tuple[Reward, ...], str]:
-        return await score_group(group, worker, spec, spec.handler)
-
-    def views(self) -> list[RunnerView]:
-        return []
-
-    async def close(self) -> None: ...
-
-
-INLINE = InlineRunner()
-
-
 async def start_runners(runners: Iterable[Runners], exits: AsyncExitStack) -> None:
     """All at once, and all or none; `exits` gets their ends. Raises RunnerStartError."""
     try:
@@ -161,28 +115,3 @@ async def start_runners(runners: Iterable[Runners], exits: AsyncExitStack) -> No
     except BaseExceptionGroup as group:
         await exits.aclose()
         raise first_of(group.subgroup(RunnerStartError) or group) from None
-
-
-async def run_samples(
-    running: RunningAttempt, worker: Worker, spec: EvaluatorSpec, services: EpisodeServices, handler: BaseAgent
-) -> AttemptReport:
-    """Runs the samples of an attempt one after the other.
-
-    The first sample that does not succeed ends the attempt, unless the task keeps those that succeed beside it. A stop
-    always ends it, and so does the end of its runner.
-    """
-    planned = running.planned
-    samples: list[SampleDone] = []
-    report_state, message = _SUCCEEDED, ""
-    for sample_no in range(planned.first_sample_no, planned.first_sample_no + planned.sample_count):
-        running.sample_no = sample_no
-        sample = Sample(task_id=planned.ref.task_id, sample_no=sample_no, task=planned.task)
-        episode = HandlerEpisode(services, spec, sample, running)
-        state, done = await run_sample(running, worker, episode, handler, spec, services.clock)
-        samples.append(done)
-        if state is not _SUCCEEDED:
-            report_state, message = state, message or running.stop_reason or done.error
-            is_over = running.stop_cause is not None or state is AttemptState.LOST
-            if is_over or not planned.task.config.keeps_partial:
-                break
-    return AttemptReport(report_state, tuple(samples), message, running.payload)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from py_scheduler.domain.events import StopCause
 from py_scheduler.execution.attempt import RunningGroup
 from py_scheduler.execution.outcomes import describe
-from py_scheduler.execution.runner import INLINE, RunnerHandle, Runners
+from py_scheduler.execution.run_sample import INLINE
+from py_scheduler.execution.runner import RunnerHandle, Runners
 from py_scheduler.execution.stopping import StopLadder
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.ledger.commands import ScoreGroup

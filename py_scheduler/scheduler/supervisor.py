@@ -22,7 +22,7 @@ from py_scheduler.domain.results import AttemptState, Outcome
 from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, RunningAttempt, unfinished_sample
 from py_scheduler.execution.evaluator import Evaluator
 from py_scheduler.execution.outcomes import describe
-from py_scheduler.execution.runner import INLINE
+from py_scheduler.execution.run_sample import INLINE
 from py_scheduler.execution.stopping import STRANDED, StopLadder
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.group_scorer import GroupScorer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from py_scheduler.execution.attempt import lost_report
-from py_scheduler.execution.run_sample import score_group
-from py_scheduler.execution.runner import run_samples
+from py_scheduler.execution.run_sample import run_samples, score_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from py_scheduler.domain.explanations import TaskPhase
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AgentResult, Outcome, Reward, SampleDone, TaskState
-from py_scheduler.execution.runner import InlineRunner
+from py_scheduler.execution.run_sample import InlineRunner
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.agents.ranking import RankingAgent, one_done
 from tests.support.fake_clock import FakeClock, settle
@@ -268,7 +268,7 @@ async def test_a_crashed_scorer_ends_its_task(monkeypatch: pytest.MonkeyPatch) -
     async def crashes(*_: Any) -> Any:
         raise RuntimeError("a fault of the scheduler itself")
 
-    monkeypatch.setattr("py_scheduler.execution.runner.score_group", crashes)
+    monkeypatch.setattr("py_scheduler.execution.run_sample.score_group", crashes)
     async with running_engine(spec_of(RankingAgent())) as harness:
         done = await one_done(harness, await harness.submit([task_of()]))
     assert done.state is TaskState.FAILED

@@ -209,7 +209,7 @@ async def test_a_crashed_worker_loses_its_attempt_which_is_tried_again_and_then_
             raise RuntimeError("a fault of the scheduler itself")
         return await run_sample(running, worker, episode, *others)
 
-    monkeypatch.setattr("py_scheduler.execution.runner.run_sample", crashes_on_poison)
+    monkeypatch.setattr("py_scheduler.execution.run_sample.run_sample", crashes_on_poison)
     pool = two_nodes()
     async with running_engine(gpu_spec(SolvingAgent(), 1.0, budget_gpus=2), pool=pool) as harness:
         reply = await harness.submit([task_of("poison"), *(task_of("fine") for _ in range(20))])

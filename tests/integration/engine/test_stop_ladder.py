@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.results import AgentResult, Reward
-from py_scheduler.execution.runner import InlineRunner
+from py_scheduler.execution.run_sample import InlineRunner
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.supervisor import EVERYTHING
 from tests.support.fake_clock import FakeClock, settle

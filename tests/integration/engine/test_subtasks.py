@@ -10,7 +10,7 @@ from py_scheduler.domain.requests import AbortRequest, SubmissionSelector
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.execution.attempt import AttemptReport, stopped_report
-from py_scheduler.execution.runner import InlineRunner
+from py_scheduler.execution.run_sample import InlineRunner
 from py_scheduler.scheduler.ledger.commands import EndAttempt
 from py_scheduler.scheduler.ledger.dynamic_timeout import DynamicTimeoutSettings
 from py_scheduler.scheduler.settings import EngineSettings
