@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Any
 
 import msgspec
@@ -100,14 +98,3 @@ class Batch(msgspec.Struct):
 
     task_type: str
     tasks: list[Task] = msgspec.field(default_factory=list)
-
-
-_LEADING_DIGITS = re.compile(r"\d+")
-
-
-def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
-    """Order of service: step n before `"n/eval"` before step n + 1; other labels last (seed 2, Order)."""
-    if isinstance(batch_id, int):
-        return (batch_id, 0)
-    digits = _LEADING_DIGITS.match(batch_id)
-    return (int(digits.group()), 1) if digits else (math.inf, 1)

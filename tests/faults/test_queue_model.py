@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.leases import PlacementDemand
 from py_scheduler.domain.resources import Resource
-from py_scheduler.domain.task import DEFAULT_NAMESPACE, sort_batch_id
+from py_scheduler.domain.task import DEFAULT_NAMESPACE
 from py_scheduler.execution.attempt import PlannedAttempt
+from py_scheduler.scheduler.ledger.records import sort_batch_id
 from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyLease
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 from tests.support.handlers import SolvingAgent, spec_of

@@ -11,7 +11,6 @@ TrinityRunnerPool, and the protocols, TrinityConfig as the first.
     Scheduler -> RunnerWrapper -> pinned -> TrinityEngine -> runners/ -> mirrors, protocols, workflows
 """
 
-from py_scheduler.domain.task import sort_batch_id as sort_batch_id
 from py_scheduler.interfaces.trinity.config import Config as Config
 from py_scheduler.interfaces.trinity.config import DynamicTimeoutConfig as DynamicTimeoutConfig
 from py_scheduler.interfaces.trinity.config import ExplorerConfig as ExplorerConfig
@@ -31,3 +30,4 @@ from py_scheduler.interfaces.trinity.workflows import Task as Task
 from py_scheduler.interfaces.trinity.workflows import Workflow as Workflow
 from py_scheduler.interfaces.trinity.wrapper import RunnerWrapper as RunnerWrapper
 from py_scheduler.interfaces.trinity.wrapper import task_to_run as task_to_run
+from py_scheduler.scheduler.ledger.records import sort_batch_id as sort_batch_id

@@ -8,9 +8,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, cast
 
 from py_scheduler.domain.runners.table import aligned
-from py_scheduler.domain.task import sort_batch_id
 from py_scheduler.interfaces.trinity.mirrors import CompletedTaskResult
-from py_scheduler.scheduler.ledger.records import WAITING
+from py_scheduler.scheduler.ledger.records import WAITING, sort_batch_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -38,7 +38,6 @@ from py_scheduler.domain.leases import (
     check_demand,
 )
 from py_scheduler.domain.requests import NodeView
-from py_scheduler.domain.task import sort_batch_id
 from py_scheduler.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -50,6 +49,7 @@ from py_scheduler.errors import (
 from py_scheduler.execution.deadlines import Deadlines
 from py_scheduler.placement import tokens_in_budget
 from py_scheduler.scheduler.leases.record import LeaseRecord, resolve
+from py_scheduler.scheduler.ledger.records import sort_batch_id
 from py_scheduler.scheduler.queue.explanations import node_shortage
 
 if TYPE_CHECKING:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -9,7 +11,7 @@ import msgspec
 from py_scheduler.domain.collecting import TaskResult, UnfinishedTask
 from py_scheduler.domain.events import Moment, StopCause
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
-from py_scheduler.domain.task import SubmissionKey, Task, sort_batch_id
+from py_scheduler.domain.task import BatchId, SubmissionKey, Task
 from py_scheduler.domain.training.iteration import IterationContext
 
 if TYPE_CHECKING:
@@ -19,6 +21,15 @@ WAITING: Final = (AttemptState.QUEUED, AttemptState.LEASED)
 """The states of an attempt that is still to be started."""
 LIVE: Final = (AttemptState.RUNNING, *WAITING)
 _MAX_DIGITS = 18
+_LEADING_DIGITS = re.compile(r"\d+")
+
+
+def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
+    """Order of service: step n before `"n/eval"` before step n + 1; other labels last (seed 2, Order)."""
+    if isinstance(batch_id, int):
+        return (batch_id, 0)
+    digits = _LEADING_DIGITS.match(batch_id)
+    return (int(digits.group()), 1) if digits else (math.inf, 1)
 
 
 def task_id_of(submission_id: str, number: int) -> str:

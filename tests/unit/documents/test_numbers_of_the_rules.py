@@ -13,10 +13,11 @@ import pytest
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.quotas import Quota
 from py_scheduler.domain.resources import NodeResource, Resource
-from py_scheduler.domain.task import BatchId, sort_batch_id
+from py_scheduler.domain.task import BatchId
 from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.placement import PlacementPool
 from py_scheduler.scheduler.ledger.dynamic_timeout import DynamicTimeoutSettings, TrainingHistory, dynamic_timeout
+from py_scheduler.scheduler.ledger.records import sort_batch_id
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings, StalenessWindow
 from py_scheduler.scheduler.queue.entries import ReadyBatch
 from py_scheduler.scheduler.queue.flows import FlowPolicy

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.leases import PlacementDemand
 from py_scheduler.domain.resources import Resource
-from py_scheduler.domain.task import BatchId, sort_batch_id
+from py_scheduler.domain.task import BatchId
 from py_scheduler.execution.attempt import PlannedAttempt
+from py_scheduler.scheduler.ledger.records import sort_batch_id
 from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyEntry
 from py_scheduler.scheduler.queue.flows import FlowPolicy
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue

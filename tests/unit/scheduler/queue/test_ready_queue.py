@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from py_scheduler.domain.events import AttemptRef
-from py_scheduler.domain.task import BatchId, sort_batch_id
+from py_scheduler.domain.task import BatchId
 from py_scheduler.execution.attempt import PlannedAttempt
+from py_scheduler.scheduler.ledger.records import sort_batch_id
 from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyEntry
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 from tests.support.handlers import SolvingAgent, spec_of
