@@ -57,3 +57,18 @@ def test_the_cost_of_a_task_in_small() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " µs a task, median " in done.stdout
+
+
+def test_one_noop_task_goes_through_no_more_modules_than_somebody_can_read() -> None:
+    """At most 40: the program ends with 1 above that, and prints them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benches.modules_on_the_way", "--limit", "40"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "scheduler/ledger/ledger.py" in done.stdout, "the way that is counted is a task's"
