@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from py_scheduler.adapters.sandbox.sandbox import ProcessSandbox, SandboxSettings
@@ -169,7 +170,7 @@ async def test_a_long_value_is_read_whole() -> None:
 )
 async def test_a_solution_that_only_looks_like_one(solution: str, says: str) -> None:
     task = task_of([{"args": [1, 0], "expect": 1}])
-    sample = await play(answer(solution), task=task, test_timeout_seconds=1.0)
+    sample = await play(answer(solution), task=task, test_timeout_seconds=1.0 if "while True" in solution else 10.0)
     assert (sample.outcome, sample.reward.score) == (Outcome.WRONG_ANSWER, 0.0)
     (test,) = sample.reward.details["tests"]
     assert says in test["said"]
@@ -250,14 +251,15 @@ async def test_a_reply_that_is_cut_off_is_told_so() -> None:
     assert sample.outcome is Outcome.CONTEXT_OVERFLOW
 
 
+TOO_LONG = "(stopped: it ran too long)"
 BOMB = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
 
 
 @pytest.mark.parametrize(
     ("code", "seen"),
     [
-        ("while True: pass", "(stopped: it ran too long)"),
-        (BOMB, "(stopped: it ran too long)"),
+        ("while True: pass", TOO_LONG),
+        (BOMB, TOO_LONG),
         ("x = bytearray(10**10)", "MemoryError"),
         ("print('y' * 10**6)", "bytes are left out here"),
         ("import socket; socket.create_connection(('127.0.0.1', 22), 2)", "Network is unreachable"),
@@ -269,8 +271,9 @@ BOMB = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:
     ],
 )
 async def test_whatever_its_code_does_the_model_reads_of_it_and_goes_on(code: str, seen: str) -> None:
-    sandbox = ProcessSandbox(SandboxSettings(timeout_seconds=1, memory_mib=256, processes=16, max_output_bytes=2_000))
-    sample = await play(block(code), answer(), sandbox=sandbox)
+    # A second for what never ends; the time of all others for what ends by itself, whenever it gets a core.
+    settings = msgspec.structs.replace(SETTINGS, timeout_seconds=1) if seen == TOO_LONG else SETTINGS
+    sample = await play(block(code), answer(), sandbox=ProcessSandbox(settings))
     assert seen in sample.trajectory.turns[2].text
     assert sample.outcome is Outcome.SOLVED
 
