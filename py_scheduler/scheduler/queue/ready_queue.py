@@ -76,8 +76,12 @@ class ReadyQueue:
         self._tells_evals_apart = policy.tells_evals_apart
         self._blocked: dict[Kind, int] = {}
         """The least number of tokens that was refused of each kind since something came back."""
-        self._passed: Sequence[ReadyEntry] = ()
+        self._passed: list[ReadyEntry] = []
         """The heads before the entry that was offered last."""
+        self._behind: Iterator[ReadyEntry] | None = None
+        """The heads behind that entry."""
+        self._next: Iterator[ReadyEntry] | None = None
+        """Where the next offer goes on; None: it begins again at the front, because something changed."""
         self._batches_of: dict[str, dict[int, ReadyBatch]] = {}
         """The batches of each submission, by arrival; they come in their order."""
         self._arrivals = itertools.count()
@@ -160,6 +164,7 @@ class ReadyQueue:
             flows = self.namespaces[namespace] = Flows(namespace, self.policy, self._max_wait_seconds)
             self.shares.begin_to_wait(namespace, entry.queued_at)
         flows.push(entry)
+        self._next = None
 
     # Who is next
 
@@ -171,15 +176,18 @@ class ReadyQueue:
         """
         if not self.namespaces:
             return None
-        self._passed = ()
-        if not self._blocked:  # Then nothing keeps the very first back, but its quota.
-            foremost = self._in_order(now)[0].foremost(now)
-            if foremost.looked_at != self.generation or not self.room.is_capped(foremost):
-                return foremost
-        passed: list[ReadyEntry] = []
-        self._passed = passed
-        for entry in self._line_up(now):
+        line = self._next
+        if line is None:
+            self._behind, self._passed = None, []
+            if not self._blocked:  # Then nothing keeps the very first back, but its quota.
+                foremost = self._in_order(now)[0].foremost(now)
+                if foremost.looked_at != self.generation or not self.room.is_capped(foremost):
+                    return foremost
+            line = self._line_up(now)
+        passed, self._next = self._passed, None
+        for entry in line:
             if entry.looked_at != self.generation or self._may_go(entry, passed, now):
+                self._behind = line
                 return entry
             passed.append(entry)
         return None
@@ -247,7 +255,6 @@ class ReadyQueue:
 
     def drop(self, entry: ReadyEntry, now: float) -> None:
         """Removes the entry that was offered: nothing of it is left to run."""
-        self._passed = ()
         self._take_out(entry, now)
         if isinstance(entry, ReadyBatch):
             submission_id = entry.submission_id
@@ -266,6 +273,7 @@ class ReadyQueue:
             self._blocked.pop(entry.per_sample, None)
 
     def _take_out(self, entry: ReadyEntry, now: float) -> bool:
+        self._next = None
         flows = self.namespaces[entry.flow[0]]
         was_last = flows.take_out(entry)
         if not flows.waiting:
@@ -276,15 +284,21 @@ class ReadyQueue:
     # Not now
 
     def refuse(self, entry: ReadyEntry) -> None:
-        """Blocks the entry's kind, from so many tokens on, until something comes back."""
+        """Blocks the entry's kind, from so many tokens on, until something comes back. The next offer goes on behind
+        it.
+        """
+        self._next = self._behind
+        self._passed.append(entry)
         kind, tokens = entry.shape[0], entry.tokens
         self._blocked[kind] = min(tokens, self._blocked.get(kind, tokens))
 
     def unblock(self) -> None:
         """Something came back: everything may be tried again."""
+        self._next = None
         self._blocked.clear()
         self.room.came_back()
 
     def look_again(self) -> None:
         """Attempts were ended, or quotas changed: what waits is looked at before it goes or counts."""
+        self._next = None
         self.generation += 1

@@ -142,16 +142,16 @@ class Room:
 
     def fits_ever(self, entry: ReadyEntry) -> bool:
         """Whether it would fit if everything came back that still can."""
-        if not self.stranded:
-            return self.pool is None or entry.tokens <= self.pool.max_tokens_for(entry.per_sample)
-        namespace = entry.flow[0]
+        namespace, stranded = entry.flow[0], self.stranded
         quota = self.quotas.of(namespace).max_running_samples
-        if quota is not None and entry.tokens > quota - sum(token.namespace == namespace for token in self.stranded):
+        if quota is not None and entry.tokens > quota - sum([token.namespace == namespace for token in stranded]):
             return False
-        if isinstance(entry, ReadyBatch) and entry.tokens > self.max_permits - len(self.stranded):
+        if isinstance(entry, ReadyBatch) and entry.tokens > self.max_permits - len(stranded):
             return False
         if self.pool is None:
             return True
+        if not stranded:
+            return entry.tokens <= self.pool.max_tokens_for(entry.per_sample)
         return entry.tokens <= self._beside_the_stranded(self.pool).free_tokens_for(entry.per_sample)
 
     def _beside_the_stranded(self, pool: PlacementPool) -> PlacementPool:
@@ -200,7 +200,10 @@ class Room:
     def took_from(self, entry: ReadyEntry, head: ReadyEntry) -> bool:
         """Whether the entry, which has just been let in, took room that a waiting head could have used."""
         decided = self._decided_by_counts(entry, head, 0)
-        return self._took_of_the_pool(entry, head, self._last_taken) if decided is None else decided
+        if decided is not None:
+            return decided
+        kinds = self._shared_kinds(entry, head) if self.pool is not None else []
+        return bool(kinds) and self._could_use(head, self._last_taken) and self._waits_for(head, kinds, is_settled=True)
 
     def reserve(self, entry: ReadyEntry, heads: Sequence[ReadyEntry]) -> bool:
         """Whether the entry can be let in without taking room that one of these heads could use.
@@ -208,23 +211,28 @@ class Room:
         What it gets of the pool is held for it until it is acquired, which is to follow at once. True as well when it
         does not fit at all: the acquire says so then.
         """
-        rivals: list[ReadyEntry] = []
+        rivals: list[tuple[ReadyEntry, list[str]]] = []
         for head in heads:
             decided = self._decided_by_counts(entry, head, entry.tokens)
             if decided:
                 return False
-            if decided is None and self._shared_kinds(entry, head):
-                rivals.append(head)
+            if decided is None and (kinds := self._shared_kinds(entry, head)):
+                rivals.append((head, kinds))
         if self.pool is None or not rivals or self.lacks_permits(entry):
             return True
-        if any(self._nodes_of(head) is None and self._waits_for(head, entry, is_settled=True) for head in rivals):
+        if any(
+            self._nodes_of(head) is None and self._waits_for(head, kinds, is_settled=True) for head, kinds in rivals
+        ):
             return False
         lease = self._place(entry)
         if lease is None:
             return True
-        if any(self._took_of_the_pool(entry, head, lease.tokens, is_settled=False) for head in rivals):
+        if any(
+            self._could_use(head, lease.tokens) and self._waits_for(head, kinds, is_settled=False)
+            for head, kinds in rivals
+        ):
             lease.release()
-            lease = self._place_elsewhere(entry, rivals)
+            lease = self._place_elsewhere(entry, [head for head, _ in rivals])
         if lease is not None:
             self._reserved = (entry, lease)
         return lease is not None
@@ -243,32 +251,21 @@ class Room:
             return None
         return True if self.max_permits - self.permits_out - more < head.tokens else None
 
-    def _took_of_the_pool(
-        self,
-        entry: ReadyEntry,
-        head: ReadyEntry,
-        tokens: Sequence[PlacementToken | None],
-        *,
-        is_settled: bool = True,
-    ) -> bool:
-        if self.pool is None or not self._shared_kinds(entry, head):
-            return False
+    def _could_use(self, head: ReadyEntry, tokens: Sequence[PlacementToken | None]) -> bool:
+        """Whether any of these tokens is on a node that could hold one of a head's."""
         nodes = self._nodes_of(head)
-        if nodes is not None and not any(token is not None and token.node_ip in nodes for token in tokens):
-            return False
-        return self._waits_for(head, entry, is_settled=is_settled)
+        return nodes is None or any(token is not None and token.node_ip in nodes for token in tokens)
 
-    def _waits_for(self, head: ReadyEntry, entry: ReadyEntry, *, is_settled: bool) -> bool:
-        """Whether a head waits for a kind of room that an entry takes too. is_settled: whether what is held now stays
-        so until something comes back.
+    def _waits_for(self, head: ReadyEntry, kinds: Sequence[str], *, is_settled: bool) -> bool:
+        """Whether a head waits for one of these kinds of room. is_settled: whether what is held now stays so until
+        something comes back.
         """
-        shared = self._shared_kinds(entry, head)
-        if any(self._is_short_of(head, kind, is_settled=is_settled) for kind in shared):
+        if any(self._is_short_of(head, kind, is_settled=is_settled) for kind in kinds):
             return True
         assert self.pool is not None
         if self.pool.free_tokens_for(head.per_sample) >= head.tokens:
             return False
-        others = self._demand(head).parts.keys() - shared
+        others = self._demand(head).parts.keys() - kinds
         return not any(self._is_short_of(head, kind, is_settled=is_settled) for kind in others)
 
     def _is_short_of(self, head: ReadyEntry, kind: str, *, is_settled: bool) -> bool:
@@ -285,7 +282,7 @@ class Room:
     def _shared_kinds(self, entry: ReadyEntry, head: ReadyEntry) -> list[str]:
         """The kinds of room that both take, if a node can have the labels of both."""
         one, other = self._demand(entry), self._demand(head)
-        if any(other.labels.get(label, value) != value for label, value in one.labels.items()):
+        if one.labels and any(other.labels.get(label, value) != value for label, value in one.labels.items()):
             return []
         return [kind for kind in one.parts if kind in other.parts]
 
