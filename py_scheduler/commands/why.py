@@ -57,7 +57,7 @@ def _show_wait(wait: TaskWait, console: Console) -> None:
     console.print(
         f"\nits batch ({wait.tasks} tasks, {wait.attempts} attempts, evaluator {wait.evaluator_id}) has waited "
         f"{wait.waiting_seconds:.1f} s: {wait.reason}\n"
-        f"bypassed {wait.bypassed} times; as head of the queue it may be {wait.max_bypass} times\n"
+        f"bypassed {wait.bypassed} times by what took room that it could use; it may be {wait.max_bypass} times\n"
         f"tokens: {wait.wanted_tokens} needed at once"
         + (f", {wait.free_tokens} free, {wait.max_tokens} in the empty pool" if wait.nodes_in_all else ""),
         soft_wrap=True,
@@ -71,7 +71,9 @@ def _show_wait(wait: TaskWait, console: Console) -> None:
     console.print(_ahead(wait))
     head = wait.ahead[0]
     if head.bypassed >= wait.max_bypass:
-        console.print(f"the first of them was bypassed {head.bypassed} times: nothing is admitted before it any more")
+        console.print(
+            f"the first of them was bypassed {head.bypassed} times: nobody takes room any more that it could use"
+        )
 
 
 def _nodes(wait: TaskWait) -> Table:

@@ -36,7 +36,7 @@ class EntryAhead(msgspec.Struct, frozen=True, kw_only=True):
 class TaskWait(msgspec.Struct, frozen=True, kw_only=True):
     """A batch with attempts of the task that waits for room.
 
-    bypassed: how often a later batch was admitted before it; at the head of the queue that may happen max_bypass times.
+    bypassed: how often something later took room that it could have used; that may happen max_bypass times.
     wanted_tokens: needed at once; free_tokens, max_tokens: of the pool now and when empty, 0 without a pool.
     nodes: the freest first; ahead: in the order of service. Of both only the first, how many there are stands beside.
     """

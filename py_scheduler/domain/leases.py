@@ -1,6 +1,6 @@
 """What schedulers that live elsewhere ask of the pool and what it answers (design words: Lease, Token).
 
-A claim is what is asked for; once it is granted it is a lease. Both go by one `lease_id`.
+A lease is pending until it is granted, and keeps one `lease_id` from the request to its end.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LeaseTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What a request id stands for: asked for again with other terms, it is refused.
 
     batch_id: the place in the order of service. ttl_seconds: how long a lease is held without being renewed, and a
-    pending claim without being asked for.
+    pending one without being asked for.
     """
 
     batch_id: BatchId
@@ -71,7 +71,7 @@ class LeaseTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AcquireRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """wait: answer when the claim is granted or ends, at most after `timeout_seconds` (None: however long it takes)."""
+    """wait: answer when the lease is granted or ends, at most after `timeout_seconds` (None: however long it takes)."""
 
     request_id: str
     terms: LeaseTerms
@@ -89,11 +89,12 @@ class LeaseToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
-    """How a claim stands.
+    """How a lease stands.
 
     fencing_token: higher than that of every lease granted before, 0 until it is granted. tokens: those still held.
     expires_in_seconds: unless it is renewed; of a pending one, unless it is asked for again.
-    reason: why it is pending, or how it ended. bypassed: how often something later was admitted before it.
+    reason: why it is pending, or how it ended. bypassed: how often something later took room that
+    it could have used.
     """
 
     lease_id: str
@@ -114,7 +115,7 @@ class RenewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Gives back tokens of a lease, all of them when `token_nos` is empty; or, with fencing token 0, takes back a
-    pending claim.
+    pending one.
     """
 
     request_id: str

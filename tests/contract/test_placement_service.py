@@ -206,11 +206,11 @@ async def test_a_client_that_vanished_while_it_waited_is_dropped_after_its_ttl()
             client = await stack.enter_async_context(client_of(server))
             waiting = asyncio.create_task(client.acquire(GPU, request_id="a", ttl_seconds=30))
             await eventually(lambda: bool(server.engine.leases._pending))
-        (claim,) = server.engine.leases._pending
+        (record,) = server.engine.leases._pending
         await asyncio.wait([waiting])
-        await eventually(lambda: not claim.waiters)
+        await eventually(lambda: not record.waiters)
         await clock.advance(30)
-        assert claim.state is LeaseState.ENDED
+        assert record.state is LeaseState.ENDED
         await survivor.release(held)
         assert server.free == 1
 
@@ -235,10 +235,10 @@ async def test_it_renews_in_the_background() -> None:
     clock = FakeClock()
     async with leasing(1, clock=clock) as server, client_of(server) as client:
         async with client.lease(GPU, ttl_seconds=0.6):
-            (claim,) = server.engine.leases._records.values()
+            (record,) = server.engine.leases._records.values()
             for _ in range(3):
                 clock.now += 0.5
-                await eventually(lambda: claim.expires_at == clock.now + 0.6)
+                await eventually(lambda: record.expires_at == clock.now + 0.6)
                 assert server.free == 0
         assert server.free == 1
 
@@ -298,7 +298,7 @@ async def test_a_cancelled_owner_gives_back_and_stays_cancelled() -> None:
         assert server.free == 1
 
 
-async def test_waiting_for_a_block_ends_with_its_time_and_leaves_no_claim() -> None:
+async def test_waiting_for_a_block_ends_with_its_time_and_leaves_no_request() -> None:
     async with leasing(1) as server, client_of(server) as client:
         async with client.lease(GPU):
             with pytest.raises(ResourceExhaustedError, match=r"no room within 0\.3 s: needs 1 tokens"):

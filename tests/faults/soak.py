@@ -43,7 +43,7 @@ MORE_DESCRIPTORS = 8
 WARM_UP = 0.4
 """Of the whole time."""
 _LANES, _VISITORS = 6, 4
-_CAPS = "retained_events = 10000\nretained_submissions = 100\nretained_claims = 500\n[cluster.layout]"
+_CAPS = "retained_events = 10000\nretained_submissions = 100\nretained_leases = 500\n[cluster.layout]"
 
 
 class Sample(msgspec.Struct, frozen=True):

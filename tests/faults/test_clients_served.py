@@ -203,7 +203,7 @@ async def test_an_abort_answers_by_its_callers_deadline_with_what_has_not_stoppe
         assert reply.still_stopping == submission.task_ids
 
 
-async def test_a_claim_answers_by_its_callers_deadline_with_the_reason_and_then_gives_up_its_place(
+async def test_a_lease_request_answers_by_its_callers_deadline_with_the_reason_and_then_gives_up_its_place(
     tmp_path: Path,
 ) -> None:
     config = config_of(tmp_path, "Gated", f'{{ gate = "{tmp_path}/gate" }}')

@@ -1,4 +1,4 @@
-"""What the lease manager knows of one record. `lease_manager` alone changes it, and states the invariants."""
+"""What the lease manager knows of one lease. `leases/manager.py` alone changes it, and states the invariants."""
 
 from __future__ import annotations
 

@@ -1,13 +1,25 @@
 """How the waiting work of one namespace shares its room: by weight, in virtual time.
 
-A flow is what shares as one: the evals of a namespace, or its training. Its virtual time rises by what it is given over
-its weight, and the flow whose virtual time is least is served first. So over any stretch in which two flows wait, what
-they are given is as their weights are, whatever their batch ids; inside a flow the order is by batch id, then by which
-batch came to wait first, then arrival.
+A flow is what shares as one: the evals of a namespace, or its training. Each flow has a virtual time. It rises by the
+tokens that the flow is given over its weight, and the flow with the least virtual time is served next. So over any
+stretch in which both wait, they are given tokens as their weights are, whatever their batch ids. Training weighs 1:
 
-A head that finds too little room keeps its share all the same: while it waits, another flow may go on only until the
-head's turn in virtual time is over. Else small entries would take each token that is given back, and a head that needs
-several at once would never find them together.
+- With `eval_weight` 3 evals get 75 of 100 tokens, with 1/4 they get 20.
+- Beside evals of 1 token, training waits in batches of 10. At weight 1 ten evals follow on each training batch.
+- Training had 500 tokens while no evals waited. Evals come: they get 50 of the next 100. Nobody saves up credit while
+  it waits for nothing.
+- Evals had 10 tokens at once and leave. When they come back they wait until training has had 10 too.
+
+Inside a flow the order is by batch id, then by which batch came to wait first, then by arrival.
+
+A head that finds too little room keeps its turn. While it waits, the other flow may go on until its own virtual time
+has come to where the head's flow will be after the head. A training batch waits for 4 tokens at equal weights: evals of
+1 token take 4 of those that come back, and then leave them to the batch. Else small entries would take each token that
+is given back, and the batch would never find four together.
+
+Invariants
+  1. A flow is in `Flows.waiting` exactly while it has entries; what it was given ahead of others is kept in `_ahead`.
+  2. No heap is empty, and what is on top of one is not gone.
 """
 
 from __future__ import annotations
@@ -31,7 +43,7 @@ _ENTRY: Final = 4
 class FlowPolicy(msgspec.Struct, frozen=True):
     """Which flow an entry belongs to, and what a flow weighs. Training weighs 1.
 
-    eval_weight: 0 serves evals when no training waits; None makes one flow of both.
+    eval_weight: 0 serves evals only when no training waits; None makes one flow of both.
     """
 
     eval_weight: float | None = 1.0
@@ -50,10 +62,7 @@ _Item = tuple[float, int, int, int, ReadyEntry]
 
 
 class Flow:
-    """The waiting entries of one flow: a heap for each shape, so that a blocked shape is passed over as a whole.
-
-    Invariants: no heap is empty, and what is on top of one is not gone.
-    """
+    """The waiting entries of one flow: a heap for each shape, so that a blocked shape is passed over as a whole."""
 
     __slots__ = ("_gone", "_heaps", "_share", "count", "is_background", "key", "virtual_time")
 
@@ -150,7 +159,8 @@ class Flows:
     """The flows of one namespace that wait. One that waits anew starts level with the others: it has no credit of its
     idle time. Nor is it forgiven what it was given ahead of them: that is remembered while any of them waits.
 
-    max_wait_seconds: what has waited so long goes before the rest; None: nothing does.
+    max_wait_seconds: what has waited so long goes before the rest, the oldest first; None: nothing does. At 60 s an
+    entry of the batch id "last" that has waited 60 s goes before one of step 1 that has waited 30 s.
     """
 
     def __init__(self, namespace: str, policy: FlowPolicy, max_wait_seconds: float | None = None) -> None:

@@ -1,7 +1,8 @@
 """What each namespace, and the whole server, may hold at most, as it is now: what the configuration says and what the
 tokens' file says.
 
-Invariant: the strictest of all that is said of a namespace holds.
+Invariant: the strictest of all that is said of a namespace holds. The configuration says 4 running samples of a
+namespace, the tokens' file 8 of it and 2 of "*", of every namespace: 2.
 """
 
 from __future__ import annotations

@@ -1,17 +1,22 @@
 """How namespaces share all room: by weight, in what they hold over time.
 
-A token holds a fraction of each kind of room there is (GPUs, CPUs, memory, each named resource, places to run in); the
-largest of them is its dominant share. What a namespace has used is the dominant shares of its tokens times the seconds
-that it held them. Over its weight that is its level, and the namespace whose level is least is served next: so over any
-stretch in which two wait, what they hold is as their weights are, however long samples take and whatever they need.
+A token's share is the largest fraction that it takes of any kind of room: GPUs, CPUs, memory, each named resource, and
+places to run in. On 8 GPUs and 64 CPUs a token of 0.5 GPU and 2 CPUs has the share 1/16, because of its GPU (0.5/8; its
+CPUs are 2/64).
 
-A token counts from its admission, for what it is expected to be held yet: as long as tokens of its namespace usually
-are. Else a namespace would be given all room before the first of its samples ends.
+A namespace's level is what it used over its weight: the shares of its tokens times the seconds that it held them. The
+namespace with the least level is served next. So over any stretch in which two wait, they hold room as their weights
+are, however long their samples take and whatever they need. Four of those tokens held for 10 s make 4 x 1/16 x 10 =
+2.5.
+
+A token counts from its admission, for as long as tokens of its namespace are usually held: with 1 s usually to go,
+those four make 2.75, and 0.92 at weight 3. Otherwise a namespace whose samples take long would be given all room before
+the first of them ends.
 
 Invariants
-  1. What is counted as held is what was taken and not given back, token by token.
-  2. A namespace that waits anew starts level with those that wait: its idle time is no credit. If none waits, what was
-     used before counts for nothing.
+  1. What counts as held is what was taken and not given back, token by token.
+  2. A namespace that waits anew starts level with those that wait: its idle time is no credit. While nobody waits,
+     nothing is counted: what was used until then is forgotten.
 """
 
 from __future__ import annotations

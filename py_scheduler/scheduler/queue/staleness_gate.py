@@ -1,15 +1,19 @@
-"""Stands before the ready queue, and keeps training there whose samples would be too stale when they are trained on.
+"""Stands before the ready queue, and holds training back whose samples would be too stale when they are trained on.
+
+`StalenessWindow.admits` is the rule. With `max_staleness` 1 and a `step_size` of 128, 256 samples may be accepted or
+running before the next update of the weights. The gate counts those that run, and the ledger those that are accepted.
+
+A batch goes through whole as soon as the rule admits one sample of it. A batch of 16 goes when 255 of those 256 are
+accepted or running, and then 271 are. To hold back the 15 that no longer fit could leave a step incomplete for ever. So
+the count may pass its limit, by less than one batch.
 
 Invariants
-  1. Evals, namespaces without a limit, and attempts of samples that were begun before never wait here, also when that
-     was before a restart.
-  2. A sample counts as running from when its batch is let through until its SampleDone, whatever attempts that takes:
-     so a retry is never held back by what came after it.
-  3. Whatever could open the gate, tells: a change of weights, a resume, and the end of a sample that cannot be trained
-     on.
-
-Batches go through whole, while the rule admits one sample: to hold one back that only partly fits could leave a step
-incomplete for ever. So the count may go past its limit by less than one batch.
+  1. Evals, namespaces without a limit, and attempts of samples that were begun before never wait here. A sample that
+     was begun before a restart counts as begun.
+  2. A sample counts as running from when its batch is let through until its SampleDone, however many attempts that
+     takes. So a retry is never held back by what came after it.
+  3. Whatever could open the gate tells it: a change of weights, a resume, and the end of a sample that cannot be
+     trained on.
 """
 
 from __future__ import annotations

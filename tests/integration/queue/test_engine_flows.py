@@ -128,7 +128,7 @@ async def test_what_waits_longer_than_max_wait_seconds_goes_first() -> None:
     assert agent.order[:3] == ["first", "step", "labelled"]
 
 
-async def test_a_claim_from_outside_keeps_its_place_beside_evals() -> None:
+async def test_a_lease_request_keeps_its_place_beside_evals() -> None:
     agent = SteppingAgent()
     gpu = Resource(gpu=1)
     spec = spec_of(agent, resource=Resource(gpu=1, concurrency=1), run_resource=gpu)
@@ -138,12 +138,12 @@ async def test_a_claim_from_outside_keeps_its_place_beside_evals() -> None:
         await harness.submit([task_of("training") for _ in range(20)], 5)
         await harness.submit([task_of("eval", is_eval=True) for _ in range(20)], 5)
         await settle()
-        claim = asyncio.create_task(leases.acquire(acquire_of("pair", 2, batch_id=1, wait=True)))
+        pending = asyncio.create_task(leases.acquire(acquire_of("pair", 2, batch_id=1, wait=True)))
         await settle()
-        assert not claim.done()
+        assert not pending.done()
         await agent.end(24)
-        assert claim.done(), "neither evals nor training may pass it for ever"
-        granted = await claim
+        assert pending.done(), "neither evals nor training may pass it for ever"
+        granted = await pending
         assert agent.inside == 0
         leases.release(release_of(granted))
         await settle()

@@ -123,7 +123,7 @@ class Lease(_message.Message):
     WAITING_SECONDS_FIELD_NUMBER: _builtins.int
     BYPASSED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """Names the claim in every state."""
+    """Names the lease in every state, also while it is pending."""
     state: Global___LeaseState.ValueType
     fencing_token: _builtins.int
     """Rises with every lease that is granted: who guards a resource refuses what comes with a lower one than it has seen.
@@ -135,7 +135,7 @@ class Lease(_message.Message):
     """Why it is pending, or how it ended."""
     waiting_seconds: _builtins.float
     bypassed: _builtins.int
-    """How often something later was admitted before it."""
+    """How often something later took room that it could have used."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseToken]:
         """Those that are still held."""
@@ -179,7 +179,7 @@ class AcquireLeaseRequest(_message.Message):
     max_tokens: _builtins.int
     """As many tokens as fit into the budget, and at most this many."""
     ttl_seconds: _builtins.float
-    """How long the lease is held without being renewed, and a pending claim without being asked for."""
+    """How long the lease is held without being renewed, and a pending one without being asked for."""
     wait: _builtins.bool
     """Answer only when it is granted or ends, or shortly before the call's deadline."""
     @_builtins.property
@@ -292,7 +292,7 @@ class ReleaseLeaseRequest(_message.Message):
     """The same id with the same content is answered with the first call's reply and releases nothing again."""
     lease_id: _builtins.str
     fencing_token: _builtins.int
-    """0 for a claim that is pending."""
+    """0 for a lease that is pending."""
     namespace: _builtins.str
     """Absent or empty: "default"."""
     @_builtins.property

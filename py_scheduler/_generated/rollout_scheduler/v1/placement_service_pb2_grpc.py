@@ -81,7 +81,7 @@ class PlacementServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLease(self, request, context):
-        """Gives back a whole lease or some of its tokens, or takes back a claim that is still pending.
+        """Gives back a whole lease or some of its tokens, or takes back a request that is still pending.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -21,7 +21,7 @@ class PlacementServiceStub:
     RenewLease: _aio.UnaryUnaryMultiCallable[_placement_service_pb2.RenewLeaseRequest, _placement_service_pb2.RenewLeaseResponse]
     """Keeps a lease for another ttl from now on. FAILED_PRECONDITION (LEASE_GONE) when it is not held any more."""
     ReleaseLease: _aio.UnaryUnaryMultiCallable[_placement_service_pb2.ReleaseLeaseRequest, _placement_service_pb2.ReleaseLeaseResponse]
-    """Gives back a whole lease or some of its tokens, or takes back a claim that is still pending."""
+    """Gives back a whole lease or some of its tokens, or takes back a request that is still pending."""
     GetCapacity: _aio.UnaryUnaryMultiCallable[_placement_service_pb2.GetCapacityRequest, _placement_service_pb2.GetCapacityResponse]
     """Says how many tokens of a demand the pool holds when empty and now."""
     ExplainPlacement: _aio.UnaryUnaryMultiCallable[_placement_service_pb2.ExplainPlacementRequest, _placement_service_pb2.ExplainPlacementResponse]
@@ -52,7 +52,7 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _placement_service_pb2.ReleaseLeaseRequest,
         context: _aio.ServicerContext[_placement_service_pb2.ReleaseLeaseRequest, _abc.Awaitable[_placement_service_pb2.ReleaseLeaseResponse]],
     ) -> _abc.Awaitable[_placement_service_pb2.ReleaseLeaseResponse]:
-        """Gives back a whole lease or some of its tokens, or takes back a claim that is still pending."""
+        """Gives back a whole lease or some of its tokens, or takes back a request that is still pending."""
 
     @_abc_1.abstractmethod
     def GetCapacity(

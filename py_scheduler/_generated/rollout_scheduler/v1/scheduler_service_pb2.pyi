@@ -395,7 +395,7 @@ class WaitingBatch(_message.Message):
     reason: _builtins.str
     waiting_seconds: _builtins.float
     bypassed: _builtins.int
-    """How often a later batch was admitted before it."""
+    """How often something later took room that it could have used."""
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -571,7 +571,7 @@ class TaskWait(_message.Message):
     reason: _builtins.str
     waiting_seconds: _builtins.float
     bypassed: _builtins.int
-    """How often a later batch was admitted before it, and how often that may happen."""
+    """How often something later took room that it could have used, and how often that may happen."""
     max_bypass: _builtins.int
     wanted_tokens: _builtins.int
     """What it needs at once, what is free and what the empty pool has; the last two are 0 without a pool."""

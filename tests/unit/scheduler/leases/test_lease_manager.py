@@ -197,7 +197,7 @@ async def test_a_waiting_call_is_answered_pending_with_the_reason_when_its_time_
         assert (view.waiting_seconds, view.fencing_token, view.tokens) == (5, 0, ())
 
 
-async def test_a_pending_claim_is_dropped_a_ttl_after_the_last_call_that_asked_for_it() -> None:
+async def test_a_pending_lease_is_dropped_a_ttl_after_the_last_call_that_asked_for_it() -> None:
     async with manager_of(1) as manager:
         holder = await manager.leases.acquire(acquire_of("holder", ttl_seconds=3_600))
         call = asyncio.create_task(manager.leases.acquire(acquire_of("a", wait=True, timeout_seconds=100)))
@@ -216,7 +216,7 @@ async def test_a_pending_claim_is_dropped_a_ttl_after_the_last_call_that_asked_f
         assert manager.free == 1
 
 
-async def test_a_caller_that_goes_away_leaves_its_claim_for_a_ttl() -> None:
+async def test_a_caller_that_goes_away_leaves_its_request_for_a_ttl() -> None:
     async with manager_of(1) as manager:
         await manager.leases.acquire(acquire_of("holder", ttl_seconds=3_600))
         call = asyncio.create_task(manager.leases.acquire(acquire_of("a", wait=True)))
@@ -232,7 +232,7 @@ async def test_a_caller_that_goes_away_leaves_its_claim_for_a_ttl() -> None:
         assert manager.engine._admission._queue.pending_leases == 1
 
 
-async def test_a_pending_claim_can_be_taken_back() -> None:
+async def test_a_pending_lease_can_be_taken_back() -> None:
     async with manager_of(2) as manager:
         holder = await manager.leases.acquire(acquire_of("holder"))
         pending = await manager.leases.acquire(acquire_of("a", 2))
@@ -245,7 +245,7 @@ async def test_a_pending_claim_can_be_taken_back() -> None:
         assert (await behind).state is LeaseState.GRANTED
 
 
-async def test_a_claim_taken_back_no_longer_holds_others_back() -> None:
+async def test_a_request_taken_back_no_longer_holds_others_back() -> None:
     async with manager_of(2, max_bypass=0) as manager:
         await manager.leases.acquire(acquire_of("holder", ttl_seconds=3_600))
         pending = await manager.leases.acquire(acquire_of("large", 2))
@@ -316,7 +316,7 @@ async def test_draining_ends_what_waits_and_leaves_what_is_held() -> None:
 # Bounds
 
 
-async def test_too_many_pending_claims_are_refused_for_now() -> None:
+async def test_too_many_pending_leases_are_refused_for_now() -> None:
     async with manager_of(1, max_pending_leases=2) as manager:
         holder = await manager.leases.acquire(acquire_of("holder"))
         for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""Outside claims and rollout batches in one queue: the order of service, and the bound on overtaking, either way."""
+"""Lease requests and rollout batches in one queue: the order of service, and the bound on overtaking, either way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def waiting_lease(leases: LeaseManager, name: str, tokens: int, batch_id: 
     return call
 
 
-async def test_batch_ids_order_claims_and_rollouts_alike() -> None:
+async def test_batch_ids_order_leases_and_rollouts_alike() -> None:
     agent = GatedAgent()
     spec = spec_of(agent, resource=GPU, run_resource=GPU)
     async with running_engine(spec, pool=gpu_pool(1), clock=FakeClock()) as harness:
@@ -52,7 +52,7 @@ async def test_batch_ids_order_claims_and_rollouts_alike() -> None:
         assert (await last).state is LeaseState.GRANTED
 
 
-async def test_rollouts_pass_a_blocked_claim_only_so_often() -> None:
+async def test_rollouts_pass_a_blocked_lease_request_only_so_often() -> None:
     agent = GatedAgent()
     agent.gate.set()
     spec = spec_of(agent, resource=GPU, run_resource=GPU)
@@ -77,7 +77,7 @@ async def test_rollouts_pass_a_blocked_claim_only_so_often() -> None:
         assert (await leases.acquire(acquire_of("small", 1, batch_id=1))).state is LeaseState.GRANTED
 
 
-async def test_claims_pass_a_blocked_rollout_only_so_often() -> None:
+async def test_lease_requests_pass_a_blocked_rollout_only_so_often() -> None:
     agent = GatedAgent()
     spec = spec_of(agent, resource=Resource(gpu=4, concurrency=4), run_resource=GPU)
     limits = EngineSettings(max_bypass=3)
@@ -102,7 +102,7 @@ async def test_claims_pass_a_blocked_rollout_only_so_often() -> None:
         assert (await leases.acquire(acquire_of("5", batch_id=1))).state is LeaseState.GRANTED
 
 
-async def test_claims_need_no_worker() -> None:
+async def test_leases_need_no_worker() -> None:
     agent = GatedAgent()
     limits = EngineSettings(max_running_samples=1)
     async with running_engine(
@@ -187,13 +187,13 @@ class Player:
 
     def check(self) -> None:
         held = 0.5 * self._agent.inside
-        for claim in self._leases._records.values():
-            assert (claim.state is LeaseState.GRANTED) == bool(claim.tokens)
-            assert (claim.state is LeaseState.PENDING) == (claim.entry is not None)
-            if claim.fencing_token:
-                owner = self._fencing_tokens.setdefault(claim.fencing_token, claim.lease_id)
-                assert owner == claim.lease_id
-            held += sum(token.resource.gpu for token in claim.tokens.values())
+        for record in self._leases._records.values():
+            assert (record.state is LeaseState.GRANTED) == bool(record.tokens)
+            assert (record.state is LeaseState.PENDING) == (record.entry is not None)
+            if record.fencing_token:
+                owner = self._fencing_tokens.setdefault(record.fencing_token, record.lease_id)
+                assert owner == record.lease_id
+            held += sum(token.resource.gpu for token in record.tokens.values())
         assert self._free + held == pytest.approx(4)
 
 

@@ -69,7 +69,7 @@ class Line:
 
 
 def name_of(entry: ReadyEntry) -> str:
-    return entry.attempts[0].task.prompt if isinstance(entry, ReadyBatch) else "claim"
+    return entry.attempts[0].task.prompt if isinstance(entry, ReadyBatch) else "lease"
 
 
 def test_evals_and_training_take_turns_whatever_their_batch_ids() -> None:
@@ -369,10 +369,10 @@ def test_the_reason_names_the_flows_and_their_weights() -> None:
     )
 
 
-def test_claims_stand_beside_the_training_of_their_namespace() -> None:
+def test_lease_requests_stand_beside_the_training_of_their_namespace() -> None:
     line = Line()
     line.push("e", 10)
     demand = PlacementDemand(per_sample=Resource(gpu=1), max_tokens=1)
     for _ in range(3):
         line.queue.push_lease((0, 0), demand, 1, lambda _: None, 0.0, "a")
-    assert list(line.served(6)) == ["e", "claim"] * 3
+    assert list(line.served(6)) == ["e", "lease"] * 3

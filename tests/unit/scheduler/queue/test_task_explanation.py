@@ -57,7 +57,7 @@ def waits(queue: ReadyQueue, task_id: str, ended: str = "") -> tuple[TaskWait, .
     return explainer.waits_of("s", task_id)
 
 
-def test_a_claim_from_outside_is_ahead_and_the_budget_bounds_what_is_needed() -> None:
+def test_a_lease_request_is_ahead_and_the_budget_bounds_what_is_needed() -> None:
     pool = PlacementPool([NodeResource(node_ip="small", gpus=[], cpu=4, memory_gb=4)])
     pool.add_node(NodeResource(node_ip="large", gpus=[0], cpu=4, memory_gb=4))
     queue = queue_of(pool)
