@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TURN_SECONDS = 0.002
+_KILL_SECONDS = 1.0
+"""How long what is killed as the pool closes may take to end."""
 
 
 class Work(Protocol):
@@ -137,7 +139,8 @@ class WorkerPool:
         """Ends all workers, and says how many did not end within the grace.
 
         A worker that was told to stop before is not told again while it has its grace: a second cancellation would
-        strike its handler as it cleans up. An abandoned worker has had its grace: it is told and not waited for.
+        strike its handler as it cleans up. It is told behind the grace, which kills a child that has not stopped until
+        then. An abandoned worker has had its grace: it is told and not waited for.
         """
         self._is_closed = True
         workers = self._workers | self._abandoned
@@ -150,8 +153,11 @@ class WorkerPool:
                 stopping.append(worker)
         if self._workers:
             await asyncio.wait([worker.task for worker in self._workers], timeout=grace_seconds)
-        for worker in stopping:
-            worker.task.cancel()
+        late = [worker.task for worker in stopping if not worker.task.done()]
+        for task in late:
+            task.cancel()
+        if late:  # What runs in a child ends with it, now that it is killed; a handler in the loop may go on.
+            await asyncio.wait(late, timeout=_KILL_SECONDS)
         return sum(not worker.task.done() for worker in workers)
 
     def _wake_one(self) -> None:

@@ -214,12 +214,17 @@ class Flows:
         if self._max_wait_seconds is None:
             return []
         oldest: list[ReadyEntry] = []
-        for entries in self._by_age.values():
+        emptied: list[tuple[FlowKey, Shape]] = []
+        for key, entries in self._by_age.items():
             while entries and entries[0].is_gone:
                 entries.popleft()
                 self._aged -= 1
-            if entries and self.is_overdue(entries[0], now):
+            if not entries:
+                emptied.append(key)
+            elif self.is_overdue(entries[0], now):
                 oldest.append(entries[0])
+        for key in emptied:  # Demands of leases are without number: none may outlive its last entry for long.
+            del self._by_age[key]
         oldest.sort(key=lambda entry: (entry.queued_at, entry.order[ARRIVAL]))
         return oldest
 

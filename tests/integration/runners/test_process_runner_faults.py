@@ -346,3 +346,16 @@ async def test_deaths_leave_no_descriptor_and_no_place_behind() -> None:
 
 def open_descriptors() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
+
+
+@pytest.mark.parametrize("prompt", ["block", "refuse_to_stop"])
+async def test_a_child_that_is_stopping_as_the_engine_ends_is_killed_and_not_counted_as_stranded(
+    tmp_path: Path, prompt: str
+) -> None:
+    pipe = Pipe(tmp_path / "pipe")
+    async with children(settings=ONE, engine_settings=quick(stop_grace_seconds=0.5)) as harness:
+        reply = await harness.submit([task_of(f"{prompt} {pipe}")])
+        pid = await pipe.told()
+        await harness.engine.abort(AbortRequest(selector=harness.selector(reply), wait=False))
+    assert not is_there(pid)
+    assert harness.engine.stranded_workers == 0

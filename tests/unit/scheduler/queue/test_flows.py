@@ -229,6 +229,18 @@ def test_entries_that_left_from_the_middle_are_not_kept() -> None:
     assert len(line.queue) == 0
 
 
+def test_demands_that_are_gone_are_not_looked_at_for_their_age() -> None:
+    line = Line(max_wait_seconds=1.0)
+    line.push("t")
+    for number in range(2_000):
+        demand = PlacementDemand(per_sample=Resource(cpu=number + 1), max_tokens=1)
+        entry = line.queue.push_lease((0.0, 0), demand, 1, lambda _lease: None, line.now, "a")
+        line.queue.offer(line.now)
+        line.queue.remove(entry, line.now)
+    assert len(line.queue) == 1
+    assert len(line.queue.namespaces["a"]._by_age) <= 70
+
+
 # Batches of unlike sizes, in room that comes back token by token
 
 
