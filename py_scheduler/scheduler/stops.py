@@ -166,7 +166,7 @@ class Stops:
         for task_id in asked:
             self._supervisor.stop(task_id, cause, reason, restarts_runners=restarts_runners)
         if asked:
-            self._admission.attempts_were_ended()
+            self._admission.attempts_were_ended((submission.submission_id,))
         return asked
 
     async def stop_and_wait(
@@ -191,12 +191,14 @@ class Stops:
 
     def refuse(self, spec: EvaluatorSpec, refs: Iterable[AttemptRef], reason: str) -> None:
         """Ends attempts of this evaluator that wait for room that will never be there."""
+        submission_ids: set[str] = set()
         for ref in refs:
             record = self._ledger.open_task(ref.task_id)
+            submission_ids.add(record.submission.submission_id)
             self._recorder.record(RefuseAttempt(ref, reason, self._clock.unix_time()), record.submission.key.namespace)
             if record.awaits_group_score and self._ledger.task(ref.task_id) is not None:
                 self._supervisor.groups.score(record, spec)
-        self._admission.attempts_were_ended()
+        self._admission.attempts_were_ended(submission_ids)
 
     async def drain(self, grace_seconds: float, *, ends_what_is_open: bool) -> None:
         """Begins no attempt any more. Returns when nothing runs, or the grace is over and what it stopped has ended."""

@@ -229,9 +229,9 @@ class QueueAndRules(RuleBasedStateMachine):
     def end_attempts(self, data: st.DataObject, share: float) -> None:
         batches = [entry for entry in self.queue.entries() if isinstance(entry, ReadyBatch)]
         if batches:
-            attempts = data.draw(st.sampled_from(batches)).attempts
-            self.ended |= {attempt.ref for attempt in attempts[: int(share * len(attempts))]}
-            self.admission.attempts_were_ended()
+            batch = data.draw(st.sampled_from(batches))
+            self.ended |= {attempt.ref for attempt in batch.attempts[: int(share * len(batch.attempts))]}
+            self.admission.attempts_were_ended([batch.submission_id])
         self.sweep()
 
     # What comes back

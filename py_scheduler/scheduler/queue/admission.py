@@ -149,10 +149,25 @@ class Admission:
         self._queue.unblock()
         self._wake.set()
 
-    def attempts_were_ended(self) -> None:
-        """The ledger has ended attempts that waited: they are left out from now on, and hold nothing back."""
+    def attempts_were_ended(self, submission_ids: Iterable[str]) -> None:
+        """The ledger has ended attempts of these submissions that waited: they are left out from now on, and hold
+        nothing back.
+        """
         self._queue.look_again()
+        for submission_id in submission_ids:
+            for batch in list(self._queue.batches_of(submission_id)):
+                if len(batch.attempts) > 1:  # A batch of one either waits as before or is gone.
+                    self._shrink(batch)
         self.room_returned()
+
+    def _shrink(self, batch: ReadyBatch) -> None:
+        live = self._live_of(batch)
+        if live and len(live) < len(batch.attempts):
+            self._queue.shrink(batch, live)
+
+    def _live_of(self, batch: ReadyBatch) -> list[PlannedAttempt]:
+        ledger = self._recorder.ledger
+        return [attempt for attempt in batch.attempts if ledger.is_waiting(attempt.ref)]
 
     def stop(self) -> None:
         """Lets nothing in any more; what waits goes on waiting."""
@@ -202,8 +217,7 @@ class Admission:
     def _look_at(self, entry: ReadyEntry, now: float) -> None:
         """Leaves out what has been ended of an entry, and an entry of which nothing is left."""
         if isinstance(entry, ReadyBatch):
-            ledger = self._recorder.ledger
-            live = [attempt for attempt in entry.attempts if ledger.is_waiting(attempt.ref)]
+            live = self._live_of(entry)
             if not live:
                 self._queue.drop(entry, now)
                 return

@@ -186,7 +186,11 @@ class Flows:
             self.waiting[entry.flow] = flow
         flow.push(entry)
         if self._max_wait_seconds is not None:
-            self._by_age.setdefault((entry.flow, entry.shape), deque()).append(entry)
+            entries = self._by_age.setdefault((entry.flow, entry.shape), deque())
+            comes_last = not entries or entries[-1].queued_at <= entry.queued_at
+            entries.append(entry)
+            if not comes_last:  # What has shrunk stands among those that came as late.
+                self._by_age[entry.flow, entry.shape] = deque(sorted(entries, key=_age))
             self._aged += 1
             if self._aged > 2 * len(self) + _KEEP_GONE:
                 self._forget_gone()
@@ -225,7 +229,7 @@ class Flows:
                 oldest.append(entries[0])
         for key in emptied:  # Demands of leases are without number: none may outlive its last entry for long.
             del self._by_age[key]
-        oldest.sort(key=lambda entry: (entry.queued_at, entry.order[ARRIVAL]))
+        oldest.sort(key=_age)
         return oldest
 
     def foremost(self, now: float) -> ReadyEntry:
@@ -255,3 +259,7 @@ class Flows:
         return min(
             [flow.virtual_time for flow in self.waiting.values() if flow.is_background == background], default=0.0
         )
+
+
+def _age(entry: ReadyEntry) -> tuple[float, int]:
+    return entry.queued_at, entry.order[ARRIVAL]

@@ -17,6 +17,10 @@ sample that needs a CPU alone may go as often as it likes, and one that takes on
 
 A head that would not fit if everything came back that still can (`Room.fits_ever`) holds nobody back.
 
+Only the 32 foremost heads that wait are protected so: whoever goes is compared with each of them, which must not hold
+the loop behind a thousand pending leases of as many demands. The 33rd neither counts who passes it nor holds anybody
+back, until one before it has gone.
+
 **Blocked.** An entry that was refused blocks its kind: entries of that kind which want as many tokens or more are
 passed over until something is given back, so that a wake is not a scan. After 8 tokens of an evaluator were refused, 9
 are not tried, and 2 are.
@@ -33,6 +37,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from py_scheduler.scheduler.queue.entries import ARRIVAL, CAME, ReadyBatch, ReadyLease
 from py_scheduler.scheduler.queue.flows import EVEN, Flow, FlowPolicy, Flows
 
@@ -45,6 +51,9 @@ if TYPE_CHECKING:
     from py_scheduler.placement import Lease
     from py_scheduler.scheduler.queue.entries import Kind, ReadyEntry
     from py_scheduler.scheduler.queue.room import Room
+
+
+_PROTECTED_HEADS = 32
 
 
 class ReadyQueue:
@@ -189,8 +198,12 @@ class ReadyQueue:
             if entry.looked_at != self.generation or self._may_go(entry, passed, now):
                 self._behind = line
                 return entry
-            passed.append(entry)
+            self._pass(entry)
         return None
+
+    def _pass(self, head: ReadyEntry) -> None:
+        if len(self._passed) < _PROTECTED_HEADS:
+            self._passed.append(head)
 
     def _line_up(self, now: float) -> Iterator[ReadyEntry]:
         """The heads of all shapes, in the order of service."""
@@ -288,7 +301,7 @@ class ReadyQueue:
         it.
         """
         self._next = self._behind
-        self._passed.append(entry)
+        self._pass(entry)
         kind, tokens = entry.shape[0], entry.tokens
         self._blocked[kind] = min(tokens, self._blocked.get(kind, tokens))
 
@@ -297,6 +310,23 @@ class ReadyQueue:
         self._next = None
         self._blocked.clear()
         self.room.came_back()
+
+    def shrink(self, batch: ReadyBatch, attempts: list[PlannedAttempt]) -> None:
+        """Leaves these attempts of a batch, at least one. It keeps its place, and stands with those that want as much:
+        behind a batch of 16 that never fits it would never be looked at.
+        """
+        count = len(attempts)
+        left = msgspec.structs.replace(
+            batch,
+            shape=(batch.spec.evaluator_id, count),
+            tokens=self.room.tokens_at_once(batch.spec, count, batch.namespace),
+            cost=count,
+            attempts=attempts,
+            looked_at=self.generation,
+        )
+        self._batches_of[batch.submission_id][batch.order[ARRIVAL]] = left
+        self.namespaces[batch.namespace].push(left)
+        self._take_out(batch, batch.queued_at)
 
     def look_again(self) -> None:
         """Attempts were ended, or quotas changed: what waits is looked at before it goes or counts."""

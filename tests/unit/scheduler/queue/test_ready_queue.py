@@ -117,3 +117,24 @@ def test_a_dropped_entry_is_gone_and_counts_against_nobody() -> None:
     queue.unblock()
     assert admit_all(queue) == ["blocked"]
     assert list(queue.batches_of("s")) == []
+
+
+def test_the_foremost_32_heads_are_protected_and_the_next_one_once_one_of_them_has_gone() -> None:
+    queue = ReadyQueue(OneKindOfRoom(), max_bypass=2)
+    for number in range(34):
+        push(queue, f"head {number}", spec="large", count=2 + number)
+    for number in range(4):
+        push(queue, f"small {number}")
+    heads = {name_of(entry): entry for entry in queue.entries()}
+    refused = queue.offer(0.0)
+    assert refused is not None
+    queue.refuse(refused)
+    for _ in range(2):
+        overtaking = queue.offer(0.0)
+        assert overtaking is not None
+        queue.admit(overtaking, 0.0)
+    assert queue.offer(0.0) is None, "the heads were overtaken often enough"
+    counts = [heads[f"head {number}"].bypassed for number in range(34)]
+    assert counts == [2] * 32 + [0] * 2
+    queue.unblock()
+    assert admit_all(queue)[:3] == ["head 0", "head 1", "head 2"]
