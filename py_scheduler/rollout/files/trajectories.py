@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.domain.task import DEFAULT_NAMESPACE
+from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId
 from py_scheduler.rollout.files.parquet import load_pyarrow, trajectory_columns
 from py_scheduler.rollout.files.paths import atomic_file
 from py_scheduler.version import version
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from py_scheduler.domain.results import SampleDone
-    from py_scheduler.domain.task import BatchId, Task
+    from py_scheduler.domain.task import Task
 
 _ROWS_PER_GROUP = 1_000
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pydoc
 import re
+import rlcompleter
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +174,10 @@ def test_the_changelog_says_of_each_name_where_it_was() -> None:
     table = told.partition("| `from py_scheduler import ...` |\n")[2].partition("\n\n")[0]
     named = [name for row in table.splitlines()[1:-1] for name in re.findall(r"`(\w+)`", row.split(" | ")[1])]
     assert sorted(named) == [name for name in NAMES if not hasattr(errors, name)]
+
+
+@pytest.mark.parametrize("name", py_scheduler.__all__)
+def test_help_and_completion_work_for_every_name(name: str) -> None:
+    """A hint that is not there at run time ends `help(py_scheduler)` and the prompt's completion in a traceback."""
+    assert "Python Library Documentation" in pydoc.render_doc(getattr(py_scheduler, name))
+    assert rlcompleter.Completer({"py_scheduler": py_scheduler}).complete(f"py_scheduler.{name}", 0)
