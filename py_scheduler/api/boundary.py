@@ -211,9 +211,13 @@ async def _sent(sending: Coroutine[Any, Any, None], seconds: float | None = None
     task = asyncio.create_task(sending)
     task.add_done_callback(_heard)
     await asyncio.wait((task,), timeout=seconds)
-    if task.done():
-        task.result()
-    return task.done()
+    try:
+        if task.done():
+            task.result()
+        return task.done()
+    finally:
+        # The error of a task has this frame in its traceback, and the task has the error.
+        del task
 
 
 def _heard(task: asyncio.Task[None]) -> None:
@@ -265,12 +269,13 @@ def _bytes_as_they_are(serialize: Callable[[Any], bytes]) -> Callable[[Any], byt
 
 
 async def _fail(error: BaseException, context: Context, method: str) -> NoReturn:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+    if isinstance(error, grpc.aio.AbortError) or _is_cancelling(error):
+        try:
             raise error
+        finally:
+            # Its traceback now holds this frame. A frame that holds it too keeps what the call held, a watch's last
+            # events for one, until the collector's next full run.
+            del error
     if isinstance(error, CallRefusedError):
         # The status may have long to wait for a client that does not read; until then nothing but it is kept.
         error.__traceback__ = None
@@ -284,6 +289,12 @@ async def _fail(error: BaseException, context: Context, method: str) -> NoReturn
     correlation_id = secrets.token_hex(8)
     _log.error("%s failed unexpectedly (%s)", method, correlation_id, exc_info=error)
     await _abort(context, internal_status(correlation_id))
+
+
+def _is_cancelling(error: BaseException) -> bool:
+    """Whether the call itself is cancelled, and not what it waited for."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def _abort(context: Context, status: status_pb2.Status) -> NoReturn:

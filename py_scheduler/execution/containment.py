@@ -48,6 +48,9 @@ class _Contained(Coroutine[Any, Any, T]):
             return self._inner.throw(*error)
         except (SystemExit, KeyboardInterrupt) as exit_error:
             raise _exit_refused(exit_error) from exit_error
+        finally:
+            # What comes out again with this frame in its traceback must not be held by the frame too.
+            del error
 
     def close(self) -> None:
         self._inner.close()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from py_scheduler.api.boundary import OutgoingStream
 from py_scheduler.client import SchedulerClient
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, ServerError
@@ -153,3 +155,19 @@ async def test_reading_on_from_a_closed_client_says_so() -> None:
     with pytest.raises(FailedPreconditionError, match="client was closed"):
         await reading
     await served.server.stop()
+
+
+async def test_a_watch_that_was_left_is_freed_without_the_collector(served: Served) -> None:
+    """It holds its last frame, up to a mebibyte of events; the collector's full runs are far apart in a server."""
+    await served.engine.happen(*events_of_finish("s-0"))
+    gc.collect()
+    gc.disable()
+    try:
+        async with SchedulerClient(served.address) as client, asyncio.timeout(30):
+            for _ in range(5):
+                async with aclosing(client.watch()) as frames:
+                    await anext(frames)
+            while any(isinstance(thing, OutgoingStream) for thing in gc.get_objects()):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
