@@ -37,11 +37,13 @@ __all__ = [
     "check_deadlock",
     "load_cluster_layout",
     "load_pool",
+    "not_taking",
     "short_words",
     "tokens_in_budget",
 ]
 
 _NODE_KEYS = ("gpus", "cpu", "memory_gb", "named", "labels")
+_DRAINING = "draining"
 _FALLBACK_FLAGS = {"cpu": "--env-num-cpus", "memory_gb": "--env-memory-gb"}
 
 
@@ -116,8 +118,25 @@ def check_deadlock(
 
 
 def short_words(explanation: Explanation) -> str:
-    """What is short where, for messages: `gpu on 2 nodes, label zone=a on 1 node`; empty when nothing is."""
-    return ", ".join(f"{what} on {nodes} {'node' if nodes == 1 else 'nodes'}" for what, nodes in explanation.shortages)
+    """What is short where, for messages: `gpu on 2 nodes, label zone=a on 1 node`; empty when nothing is. Nodes that
+    take no samples are counted by `not_taking`: they are short of nothing.
+    """
+    short = [(what, count) for what, count in explanation.shortages if what != _DRAINING]
+    return ", ".join(f"{what} on {_nodes(count)}" for what, count in short)
+
+
+def not_taking(explanation: Explanation) -> str:
+    """`2 nodes take no samples, they are draining`, for messages; empty when all nodes take some."""
+    count = dict(explanation.shortages).get(_DRAINING, 0)
+    if not count:
+        return ""
+    return f"{_nodes(count)} " + (
+        "takes no samples, it is draining" if count == 1 else "take no samples, they are draining"
+    )
+
+
+def _nodes(count: int) -> str:
+    return f"{count} {'node' if count == 1 else 'nodes'}"
 
 
 def _read(text_or_path: str | Path) -> str:

@@ -7,9 +7,9 @@
 
 Everything runs in one event loop; a fact is decided, applied and recorded within one turn of it.
 
-What is more than passing a call on is a part of its own: `stops` ends work before its time, `collector` hands out
-results (`Engine.results`), `lease_manager` room (`Engine.leases`), `views` says how things stand, `restore` makes the
-state at the start.
+What is more than passing a call on is a part of its own: `stops` ends work before its time, `refusals` what no node can
+hold, `collector` hands out results (`Engine.results`), `lease_manager` room (`Engine.leases`), `views` says how things
+stand, `restore` makes the state at the start.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from py_scheduler.scheduler.log.recorder import RecordedWeights, Recorder
 from py_scheduler.scheduler.queue.admission import Admission
 from py_scheduler.scheduler.queue.quotas import Quotas
 from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
-from py_scheduler.scheduler.restore import collector_at_rest, open_batches, queued_attempts, restore, unscored_groups
+from py_scheduler.scheduler.refusals import Refusals
+from py_scheduler.scheduler.restore import collector_at_rest, open_batches, restore, unscored_groups
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.stops import Stops
 from py_scheduler.scheduler.supervisor import Supervisor
@@ -131,6 +132,7 @@ class Engine:
         self._admission = Admission(pool, self._recorder, clock, settings, launch, self.quotas, namespaces, self._gate)
         self._limits = IntakeLimits(self.quotas, self._ledger, self._event_log, settings)
         self._stops = Stops(self._recorder, self._event_log, self._supervisor, self._admission, clock)
+        self._refusals = Refusals(self._intake, self._recorder, self._admission, self._supervisor.groups, clock)
         self._views = Views(self._ledger, self._admission.reasons, self._supervisor.backoffs, self._runners)
         self.leases = LeaseManager(pool, self._admission, clock, settings, self.quotas)
         self.results = Collector(self._recorder, self._event_log, clock, settings, self._stops.stop_and_wait)
@@ -178,6 +180,7 @@ class Engine:
         self._admission.stop()
         self.leases.close()
         self._stops.clear_deadlines()
+        self._refusals.close()
         self.stranded_workers = await self._supervisor.close()
         await self._workdirs.close()
         self._event_log.close()
@@ -258,10 +261,7 @@ class Engine:
                     self._admission.enqueue(spec, attempts)
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
-        if reason := self._intake.why_never(spec):
-            self._stops.refuse(spec, [attempt.ref for attempt in attempts], reason)
-        else:
-            self._admission.requeue(spec, attempts)
+        self._refusals.requeue(spec, attempts)
 
     def _permit_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
         self._admission.permit_returned(spec, namespace, taken_at)
@@ -285,11 +285,8 @@ class Engine:
         Without `has_fixed_nodes` what fits no more waits, since nodes may come back. With it a batch wants no more than
         the nodes that are left could hold; what waits and of which they could not hold one sample ends FAILED.
         """
-        for spec in self.specs.values():
-            if reason := self._intake.why_never(spec):
-                logger.warning("%s", reason)
-                self._stops.refuse(spec, queued_attempts(self._ledger, self._intake, spec), reason)
         self._admission.nodes_changed()
+        self._refusals.nodes_have_changed()
 
     def limit_namespaces(self, quotas: Mapping[str, Quota]) -> None:
         """Quotas beside those of the settings, in place of what was said so before; "*": of every namespace."""

@@ -135,9 +135,10 @@ class Intake:
             return ""
         if any(node.phase == "draining" for node in self._pool.nodes()):
             return ""  # It may be resumed.
-        short = short_words(self._pool.explain(spec.sample_resource, 1)) or "nodes, there are none"
+        short = short_words(self._pool.explain(spec.sample_resource, 1))
+        why = f"short of {short}" if short else "none is left"
         return (
-            f"no node that is left can hold a sample of evaluator {spec.evaluator_id!r} (short of {short}): add a node "
+            f"no node that is left can hold a sample of evaluator {spec.evaluator_id!r} ({why}): add a node "
             "that can or lower what its samples hold, restart the server, and submit the task again"
         )
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.events import AttemptEnded, AttemptRef
+from py_scheduler.domain.events import AttemptEnded
 from py_scheduler.domain.ports import SERVICE
-from py_scheduler.domain.results import AttemptState
 from py_scheduler.scheduler.intake import Intake, waiting_attempts
 from py_scheduler.scheduler.ledger.commands import InterruptAttempt
 from py_scheduler.scheduler.ledger.snapshots import is_of_result, result_of, service_of, submission_of
@@ -192,18 +191,6 @@ def unscored_groups(ledger: LedgerState) -> list[TaskRecord]:
         for submission in ledger.open_submissions()
         for record in submission.open_tasks.values()
         if record.awaits_group_score
-    ]
-
-
-def queued_attempts(ledger: LedgerState, intake: Intake, spec: EvaluatorSpec) -> list[AttemptRef]:
-    """Those of an evaluator that wait for room."""
-    return [
-        AttemptRef(record.task_id, subtask_no, subtask.attempt_no)
-        for submission in ledger.open_submissions()
-        for record in submission.open_tasks.values()
-        if intake.spec_of(record.task) is spec
-        for subtask_no, subtask in enumerate(record.subtasks)
-        if subtask.state is AttemptState.QUEUED
     ]
 
 

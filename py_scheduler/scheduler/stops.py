@@ -1,5 +1,4 @@
-"""Ends tasks before their time: on request, at their deadline, for a collect that waits no longer, at a shutdown, and
-where no node can ever hold what waits.
+"""Stops tasks before their time: on request, at their deadline, for a collect that waits no longer, at a shutdown.
 
 Invariants
   1. A stop is a fact before it is an act: the ledger ends the attempts that wait, and only then are the running ones
@@ -19,14 +18,10 @@ from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import NotFoundError
 from py_scheduler.execution.deadlines import Deadlines
 from py_scheduler.scheduler.intake import abort_digest
-from py_scheduler.scheduler.ledger.commands import RefuseAttempt, StopTasks
+from py_scheduler.scheduler.ledger.commands import StopTasks
 from py_scheduler.scheduler.supervisor import EVERYTHING, TaskScope
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.events import AttemptRef
     from py_scheduler.domain.ports import Clock
     from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
@@ -188,17 +183,6 @@ class Stops:
             restarts_runners=restarts_runners,
         )
         await self._supervisor.wait_stopped(TaskScope(submission.submission_id, frozenset(task_ids)))
-
-    def refuse(self, spec: EvaluatorSpec, refs: Iterable[AttemptRef], reason: str) -> None:
-        """Ends attempts of this evaluator that wait for room that will never be there."""
-        submission_ids: set[str] = set()
-        for ref in refs:
-            record = self._ledger.open_task(ref.task_id)
-            submission_ids.add(record.submission.submission_id)
-            self._recorder.record(RefuseAttempt(ref, reason, self._clock.unix_time()), record.submission.key.namespace)
-            if record.awaits_group_score and self._ledger.task(ref.task_id) is not None:
-                self._supervisor.groups.score(record, spec)
-        self._admission.attempts_were_ended(submission_ids)
 
     async def drain(self, grace_seconds: float, *, ends_what_is_open: bool) -> None:
         """Begins no attempt any more. Returns when nothing runs, or the grace is over and what it stopped has ended."""

@@ -13,7 +13,7 @@ from py_scheduler.domain.leases import NodeShortageView, Shortage
 from py_scheduler.domain.requests import SubmissionSelector, WaitingBatch
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import NotFoundError
-from py_scheduler.placement import short_words
+from py_scheduler.placement import not_taking, short_words
 from py_scheduler.scheduler.ledger.records import submission_and_number
 from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyLease
 from py_scheduler.scheduler.queue.service_order import ahead_of, describe_ahead
@@ -129,8 +129,13 @@ def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
     if not pool.nodes():
         return "no node is left in the pool: it waits until one is back"
     explanation = pool.explain(entry.per_sample, entry.tokens)
-    short = short_words(explanation) or "nothing any more"
-    reason = f"needs {entry.tokens} tokens at once, {explanation.free_tokens} are free; short of {short}"
+    draining = not_taking(explanation)
+    short = short_words(explanation) or ("" if draining else "nothing any more")
+    told = [
+        f"needs {entry.tokens} tokens at once, {explanation.free_tokens} are free",
+        f"short of {short}" * bool(short),
+    ]
+    reason = "; ".join(filter(None, [*told, draining]))
     if explanation.fits_ever:
         return reason
     return f"{reason}; the nodes hold {explanation.max_tokens} even when empty: it waits until there are more"

@@ -1,0 +1,78 @@
+"""However large a call is, it gives the loop back within 50 ms: whoever else calls meanwhile is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from py_scheduler.domain.resources import NodeResource, Resource
+from py_scheduler.domain.results import TaskState
+from py_scheduler.placement import PlacementPool
+from tests.support.fake_clock import settle
+from tests.support.handlers import GatedAgent, spec_of
+from tests.support.harness import Harness, running_engine, task_of
+from tests.support.loop_lag import LIMIT_SECONDS, LoopLag
+
+if TYPE_CHECKING:
+    import pytest
+
+    from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
+
+GPU = Resource(gpu=1.0)
+
+
+def on_a_gpu(agent: BaseAgent) -> EvaluatorSpec:
+    return spec_of(agent, resource=GPU, run_resource=GPU, eval_resource=GPU, batch_size=1)
+
+
+def pool_of(*nodes: str) -> PlacementPool:
+    return PlacementPool([NodeResource(node_ip=node, gpus=[0], cpu=64, memory_gb=64) for node in nodes])
+
+
+async def all_done(harness: Harness, submission_id: str, but: int = 0) -> None:
+    submission = harness.engine.ledger.submission(submission_id)
+    assert submission is not None
+    while len(submission.open_tasks) > but:  # noqa: ASYNC110 -- gives the loop back, and nothing tells of it
+        await asyncio.sleep(0)
+
+
+# Nodes that go
+
+
+async def test_what_no_node_is_left_for_ends_while_the_loop_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    agent, pool = GatedAgent(), pool_of("gone")
+    async with running_engine(on_a_gpu(agent), pool=pool) as harness:
+        reply = await harness.submit([task_of()] * 20_000, 1)
+        await harness.until_started(reply, 1)
+        pool.remove_node("gone")
+        with LoopLag() as lag:
+            harness.engine.nodes_have_changed()
+            await all_done(harness, reply.submission_id, but=1)
+        assert lag.worst_seconds < LIMIT_SECONDS
+        harness.engine.nodes_have_changed()
+        agent.gate.set()
+        done = (await harness.done(reply)).values()
+    assert sorted(event.state for event in done) == [TaskState.FAILED] * 19_999 + [TaskState.SUCCEEDED]
+    (reason,) = {event.reason for event in done if event.reason}
+    assert "(none is left)" in reason
+    assert [record.message for record in caplog.records if "no node that is left" in record.message] == [reason]
+
+
+async def test_a_node_that_comes_back_ends_the_refusals_and_what_is_left_runs() -> None:
+    agent, pool = GatedAgent(), pool_of("gone")
+    async with running_engine(on_a_gpu(agent), pool=pool) as harness:
+        reply = await harness.submit([task_of()] * 5_000, 1)
+        await harness.until_started(reply, 1)
+        pool.remove_node("gone")
+        harness.engine.nodes_have_changed()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        left = len(harness.engine.ledger.open_submissions()[0].open_tasks)
+        assert 1 < left < 5_000, "it is under way"
+        pool.add_node(NodeResource(node_ip="new", gpus=[0], cpu=64, memory_gb=64))
+        harness.engine.nodes_have_changed()
+        await settle()
+        assert harness.engine.submission(harness.selector(reply)).open_tasks == left
+        agent.gate.set()
+        done = await harness.done(reply)
+    assert sum(event.state is TaskState.SUCCEEDED for event in done.values()) == left
