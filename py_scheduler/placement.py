@@ -22,7 +22,7 @@ from py_scheduler._placement_core import (
     check_nodes,
     tokens_in_budget,
 )
-from py_scheduler.domain.resources import NodeResource, Resource
+from py_scheduler.domain.resources import NODE_AMOUNTS, NodeResource, Resource
 from py_scheduler.errors import ClusterLayoutError, FieldViolation, UnplaceableError
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "tokens_in_budget",
 ]
 
-_NODE_KEYS = ("gpus", "cpu", "memory_gb", "named", "labels")
+_NODE_KEYS = ("gpus", *NODE_AMOUNTS, "named", "labels")
 _DRAINING = "draining"
 _FALLBACK_FLAGS = {"cpu": "--env-num-cpus", "memory_gb": "--env-memory-gb"}
 
@@ -105,13 +105,11 @@ def check_deadlock(
         return needed
     capacity = pool.max_tokens_for(per_sample)
     if needed > capacity:
-        lower = [field for field in ("gpu", "cpu", "memory_gb") if getattr(per_sample, field) > 0]
-        lower.extend(f"named.{name}" for name in per_sample.named)
         labels = " and ".join(f"{key}={value}" for key, value in per_sample.required_labels.items())
         raise UnplaceableError(
             f"evaluator spec '{evaluator_id}' needs {needed} tokens for its largest batch, the pool can give "
             f"{capacity} even when empty: add nodes{' with the label ' * bool(labels)}{labels}, "
-            f"lower {' or '.join(lower) or 'nothing'} per sample, or make the "
+            f"lower {' or '.join(per_sample.taken) or 'nothing'} per sample, or make the "
             f"spec's budget or batch size smaller"
         )
     return needed
@@ -171,22 +169,22 @@ def _node(node_ip: str, entry: object, fallbacks: dict[str, float | None], fault
     elif isinstance(entry, list):
         given = {"gpus": entry}
     else:
-        faults.append('must be a list of GPU ids or an object with "gpus", "cpu", "memory_gb", "named" and "labels"')
-        return NodeResource(node_ip=node_ip, gpus=[], cpu=0, memory_gb=0)
+        *others, last = map(json.dumps, _NODE_KEYS)
+        faults.append(f"must be a list of GPU ids or an object with {', '.join(others)} and {last}")
+        return NodeResource(node_ip=node_ip, gpus=[], named={}, labels={}, **dict.fromkeys(NODE_AMOUNTS, 0.0))
     amounts = {}
-    for field, flag in _FALLBACK_FLAGS.items():
-        amount = given.get(field, fallbacks[field])
-        if field not in given and amount is None:
-            faults.append(f"{field} is absent: give it here or with {flag}")
+    for kind in NODE_AMOUNTS:
+        amount = given.get(kind, fallbacks[kind])
+        if kind not in given and amount is None:
+            faults.append(f"{kind} is absent: give it here or with {_FALLBACK_FLAGS[kind]}")
             amount = 0.0
-        amounts[field] = _amount(field, amount, faults)
+        amounts[kind] = _amount(kind, amount, faults)
     return NodeResource(
         node_ip=node_ip,
         gpus=_gpu_ids(given.get("gpus", []), faults),
-        cpu=amounts["cpu"],
-        memory_gb=amounts["memory_gb"],
         named=_mapping("named", given.get("named"), faults),
         labels=_mapping("labels", given.get("labels"), faults),
+        **amounts,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.resources import NodeResource, Resource
+from py_scheduler.domain.resources import AMOUNTS, NODE_AMOUNTS, NodeResource, Resource
 from py_scheduler.errors import UnplaceableError
 from py_scheduler.placement import PlacementPool, check_deadlock
 
@@ -23,7 +23,6 @@ UNLIMITED = (1 << 63) - 1
 """The pool's answer for a sample that holds nothing."""
 
 _LEASE_TOKENS = 1 << 20
-_AMOUNTS = ("gpu", "cpu", "memory_gb")
 
 
 class BatchNeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,11 +133,15 @@ def _one_more_node(
     if possible == UNLIMITED or not nodes:
         return None
     suiting = [node for node in nodes if not _lacks(node, need.per_sample)]
-    largest = max(suiting or nodes, key=lambda node: (len(node.gpus), node.cpu, node.memory_gb))
+    largest = max(suiting or nodes, key=_size)
     another = msgspec.structs.replace(largest, node_ip=f"another {largest.node_ip}")
     tokens = PlacementPool([*nodes, another]).max_tokens_for(need.per_sample)
     before, after = (_batches_at_once(needed, room, max_running_samples) or 0 for room in (possible, tokens))
     return OneMoreNode(like=largest.node_ip, tokens=tokens - possible, batches=after - before)
+
+
+def _size(node: NodeResource) -> tuple[float, ...]:
+    return (len(node.gpus), *(getattr(node, kind) for kind in NODE_AMOUNTS))
 
 
 def _lacks(node: NodeResource, sample: Resource) -> list[str]:
@@ -175,10 +178,9 @@ def _filled(pool: PlacementPool, nodes: Sequence[NodeResource], per_sample: Reso
     """The pool with that many tokens taken, one after another: where batches of them would lie."""
     room = Resource(
         gpu=1 + sum(len(node.gpus) for node in nodes),
-        cpu=1 + sum(node.cpu for node in nodes),
-        memory_gb=1 + sum(node.memory_gb for node in nodes),
         concurrency=_LEASE_TOKENS,
         named={name: sum(node.named.get(name, 0) for node in nodes) for name in per_sample.named},
+        **{kind: 1 + sum(getattr(node, kind) for node in nodes) for kind in NODE_AMOUNTS},
     )
     with ExitStack() as stack:
         for first in range(0, tokens, _LEASE_TOKENS):
@@ -191,7 +193,7 @@ def _filled(pool: PlacementPool, nodes: Sequence[NodeResource], per_sample: Reso
 def _bounds_of_batch(need: BatchNeed) -> tuple[str, ...]:
     """The parts of the budget, or the batch's size, that hold the fewest samples."""
     holds: dict[str, float] = {"concurrency": need.budget.concurrency}
-    for amount in _AMOUNTS:
+    for amount in AMOUNTS:
         per_sample = getattr(need.per_sample, amount)
         if per_sample > 0:
             only = Resource(**{amount: per_sample})

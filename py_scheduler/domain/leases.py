@@ -12,7 +12,7 @@ import msgspec
 
 from py_scheduler.domain.limits import Range, name_fault
 from py_scheduler.domain.requests import NodeView
-from py_scheduler.domain.resources import Resource, check_extras
+from py_scheduler.domain.resources import AMOUNTS, Resource, check_extras
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId
 from py_scheduler.errors import FieldViolation
 
@@ -50,11 +50,9 @@ class PlacementDemand(msgspec.Struct, frozen=True, kw_only=True):
         # One more than is needed, so that rounding takes none away: concurrency is what limits.
         sample, count = self.per_sample, self.max_tokens + 1
         return Resource(
-            gpu=sample.gpu * count,
-            cpu=sample.cpu * count,
-            memory_gb=sample.memory_gb * count,
             concurrency=self.max_tokens,
             named={name: amount * count for name, amount in sample.named.items()},
+            **{kind: getattr(sample, kind) * count for kind in AMOUNTS},
         )
 
 
@@ -200,8 +198,8 @@ def check_demand(demand: PlacementDemand) -> Iterator[FieldViolation]:
             "max_tokens", f"is {demand.max_tokens}, must be at least 1 and at most {MAX_LEASE_TOKENS}: split the lease"
         )
     sample = demand.per_sample
-    if not (sample.gpu or sample.cpu or sample.memory_gb or sample.named):
-        yield FieldViolation("per_sample", "asks for nothing: set gpu, cpu, memory_gb or named")
+    if not sample.taken:
+        yield FieldViolation("per_sample", f"asks for nothing: set {', '.join(AMOUNTS)} or named")
     yield from _prefixed("per_sample", check_extras(sample))
     if demand.budget is not None:
         yield from _prefixed("budget", check_extras(demand.budget, is_budget=True))

@@ -18,7 +18,7 @@ from py_scheduler.domain.events import (
     TrainingResumed,
     WeightsChanged,
 )
-from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.resources import NODE_AMOUNTS, Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey, Task
 from py_scheduler.domain.training.iteration import IterationContext
 
@@ -206,8 +206,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         """What is free, for messages; `node_ip` and GPUs left out."""
         return "  ".join(
             [
-                f"cpu {self.free_cpu:g} of {self.cpu:g} free",
-                f"memory_gb {self.free_memory_gb:g} of {self.memory_gb:g} free",
+                *(f"{kind} {getattr(self, f'free_{kind}'):g} of {getattr(self, kind):g} free" for kind in NODE_AMOUNTS),
                 *(f"{name} {self.free_named.get(name, 0):,} of {count:,} free" for name, count in self.named.items()),
                 *(f"{key}={value}" for key, value in self.labels.items()),
             ]

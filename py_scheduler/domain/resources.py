@@ -17,6 +17,12 @@ from py_scheduler.errors import FieldViolation, InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+NODE_AMOUNTS = {"cpu": "cores", "memory_gb": "GiB"}
+"""The kinds of room that a node has one amount of, each with its unit. They are fields of NodeResource, Resource and
+NodeView and of the messages alike; what is free of `cpu` is `free_cpu` in a NodeView.
+"""
+AMOUNTS = ("gpu", *NODE_AMOUNTS)
+"""The kinds of room that a sample takes, beside named resources. GPUs of a node are counted one by one."""
 MAX_NAMED_AMOUNT = 2**32 - 1
 """The most of one named resource that a node can have and a sample can take."""
 MAX_BUDGET_AMOUNT = 2**63 - 1
@@ -70,20 +76,24 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unkno
             raise InvalidArgumentError(conflicts)
         names = [*self.named, *(name for name in other.named if name not in self.named)]
         return Resource(
-            gpu=max(self.gpu, other.gpu),
-            cpu=max(self.cpu, other.cpu),
-            memory_gb=max(self.memory_gb, other.memory_gb),
             concurrency=max(self.concurrency, other.concurrency),
             named={name: max(self.named.get(name, 0), other.named.get(name, 0)) for name in names},
             required_labels=self.required_labels | other.required_labels,
+            **{kind: max(getattr(self, kind), getattr(other, kind)) for kind in AMOUNTS},
         )
+
+    @property
+    def taken(self) -> dict[str, float]:
+        """How much it takes of each kind of room that it takes anything of: `{"gpu": 0.5, "named.licence": 1}`."""
+        taken = {kind: amount for kind in AMOUNTS if (amount := getattr(self, kind))}
+        return taken | {f"named.{name}": count for name, count in self.named.items()}
 
     @property
     def words(self) -> str:
         """For messages: `gpu 0.5, cpu 4, memory_gb 16, named.licence 1, label zone=a`."""
         return ", ".join(
             [
-                f"gpu {self.gpu:g}, cpu {self.cpu:g}, memory_gb {self.memory_gb:g}",
+                *(f"{kind} {getattr(self, kind):g}" for kind in AMOUNTS),
                 *(f"named.{name} {count:,}" for name, count in self.named.items()),
                 *(f"label {key}={value}" for key, value in self.required_labels.items()),
             ]

@@ -27,7 +27,7 @@ from py_scheduler.domain.requests import (
     SubmitRequest,
     WaitingBatch,
 )
-from py_scheduler.domain.resources import MAX_NAMES, Resource
+from py_scheduler.domain.resources import AMOUNTS, MAX_NAMES, NODE_AMOUNTS, Resource
 from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey
 from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import InvalidArgumentError
@@ -36,6 +36,7 @@ from py_scheduler.wire.common.fields import DELIVERIES, EVENT_KINDS, Faults
 from py_scheduler.wire.tasks import decode_batch_id, decode_iteration, decode_tasks, encode_batch_id
 
 MAX_REASON_LENGTH = 4_096
+_NODE_FIELDS = (*NODE_AMOUNTS, *(f"free_{kind}" for kind in NODE_AMOUNTS))
 
 # Submit
 
@@ -339,14 +340,11 @@ def encode_node(node: NodeView) -> resource_pb2.Node:
     return resource_pb2.Node(
         node_ip=node.node_ip,
         gpu_ids=node.gpu_ids,
-        cpu=node.cpu,
-        memory_gb=node.memory_gb,
         free_gpus=node.free_gpus,
-        free_cpu=node.free_cpu,
-        free_memory_gb=node.free_memory_gb,
         named=node.named,
         free_named=node.free_named,
         labels=node.labels,
+        **{field: getattr(node, field) for field in _NODE_FIELDS},
     )
 
 
@@ -354,38 +352,31 @@ def decode_node(message: resource_pb2.Node) -> NodeView:
     return NodeView(
         node_ip=message.node_ip,
         gpu_ids=tuple(message.gpu_ids),
-        cpu=message.cpu,
-        memory_gb=message.memory_gb,
         free_gpus=tuple(message.free_gpus),
-        free_cpu=message.free_cpu,
-        free_memory_gb=message.free_memory_gb,
         named=dict(message.named),
         free_named=dict(message.free_named),
         labels=dict(message.labels),
+        **{field: getattr(message, field) for field in _NODE_FIELDS},
     )
 
 
 def encode_resource(resource: Resource) -> resource_pb2.Resource:
     """What `check_extras` finds nothing wrong with."""
     return resource_pb2.Resource(
-        gpu=resource.gpu,
-        cpu=resource.cpu,
-        memory_gb=resource.memory_gb,
         concurrency=resource.concurrency,
         named=resource.named,
         required_labels=resource.required_labels,
+        **{kind: getattr(resource, kind) for kind in AMOUNTS},
     )
 
 
 def decode_resource(message: resource_pb2.Resource, concurrency: int) -> Resource:
     """Reads without judging. Of names one more than is allowed is enough for a check to refuse them."""
     return Resource(
-        gpu=message.gpu,
-        cpu=message.cpu,
-        memory_gb=message.memory_gb,
         concurrency=concurrency,
         named=dict(islice(message.named.items(), MAX_NAMES + 1)),
         required_labels=dict(islice(message.required_labels.items(), MAX_NAMES + 1)),
+        **{kind: getattr(message, kind) for kind in AMOUNTS},
     )
 
 

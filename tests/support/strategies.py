@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from py_scheduler.domain.collecting import CollectReply, TaskResult, UnfinishedTask
@@ -21,6 +22,8 @@ from py_scheduler.domain.events import (
 )
 from py_scheduler.domain.generation import FinishReason, LogProbKind, SamplingParams, StoppingCriteria, WeightSpan
 from py_scheduler.domain.limits import MAX_DEADLINE_SECONDS, MAX_REPEAT_TIMES, MAX_RETRIES
+from py_scheduler.domain.requests import NodeView
+from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import AttemptState, EpisodePhase, Outcome, Reward, SampleDone, TaskState, Timings
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
 from py_scheduler.domain.training.iteration import IterationContext
@@ -43,6 +46,34 @@ json_values: SearchStrategy[Any] = st.recursive(
     max_leaves=6,
 )
 json_objects = st.dictionaries(texts.filter(lambda key: key != "_dataset_cfg"), json_values, max_size=3)
+
+amounts = st.floats(0, 1e6)
+labels = st.dictionaries(resource_names, resource_names, max_size=3)
+named = st.dictionaries(resource_names, st.integers(1, 2**32 - 1), max_size=3)
+sample_resources = st.builds(
+    Resource, gpu=st.floats(0.001, 1e6), cpu=amounts, memory_gb=amounts, named=named, required_labels=labels
+)
+budget_resources = st.builds(
+    Resource,
+    gpu=amounts,
+    cpu=amounts,
+    memory_gb=amounts,
+    concurrency=st.integers(1, 2**31),
+    named=st.dictionaries(resource_names, st.integers(1, 2**63 - 1), max_size=3),
+)
+node_views = st.builds(
+    NodeView,
+    node_ip=names,
+    gpu_ids=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
+    cpu=amounts,
+    memory_gb=amounts,
+    free_gpus=st.lists(amounts, max_size=3).map(tuple),
+    free_cpu=amounts,
+    free_memory_gb=amounts,
+    named=named,
+    free_named=st.dictionaries(resource_names, st.integers(0, 2**31), max_size=3),
+    labels=labels,
+)
 
 
 def maybe(strategy: SearchStrategy[Any]) -> SearchStrategy[Any]:
@@ -299,3 +330,16 @@ training_samples = st.builds(
     metadata=json_objects,
     trajectory=trajectories(),
 )
+
+
+def some_of(strategy: SearchStrategy[Any]) -> list[Any]:
+    """At least 50 values, the same at each call."""
+    drawn: list[Any] = []
+
+    @settings(derandomize=True, max_examples=50, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(st.lists(strategy, min_size=1, max_size=3))
+    def draw(values: list[Any]) -> None:
+        drawn.extend(values)
+
+    draw()
+    return drawn

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from py_scheduler.domain.resources import NodeResource
+from py_scheduler.domain.resources import NODE_AMOUNTS, NodeResource
 from py_scheduler.placement import NodeUsage
 from py_scheduler.planning import BatchNeed, SpecPlan
 
@@ -36,25 +36,26 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """What nodes that look alike have in common. used_gpus: the used share of each GPU; named: how much of what."""
+    """What nodes that look alike have in common. used_gpus: the used share of each GPU; named: how much of what.
+
+    amounts: used and in all, in the order of NODE_AMOUNTS.
+    """
 
     used_gpus: tuple[float, ...]
     tokens: int
-    cpu: str
-    memory_gb: str
+    amounts: tuple[str, ...]
     named: str
 
 
 def show_plan(view: PlanView, console: Console) -> None:
     gpus = sum(len(node.gpus) for node in view.nodes)
-    cpu, memory_gb = sum(node.cpu for node in view.nodes), sum(node.memory_gb for node in view.nodes)
+    amounts = [f"{sum(getattr(node, kind) for node in view.nodes):,.10g} {unit}" for kind, unit in NODE_AMOUNTS.items()]
     named: Counter[str] = Counter()
     for node in view.nodes:
         named.update(node.named)
     others = "".join(f", {count:,} {name}" for name, count in sorted(named.items()))
     console.print(
-        f"cluster: {_counted(len(view.nodes), 'node')}, {_counted(gpus, 'GPU')}, {cpu:,.10g} cores, "
-        f"{memory_gb:,.10g} GiB{others}",
+        f"cluster: {_counted(len(view.nodes), 'node')}, {_counted(gpus, 'GPU')}, {', '.join(amounts)}{others}",
         soft_wrap=True,
     )
     console.print(_table(view.plans))
@@ -125,7 +126,7 @@ def _drawing(packing: Iterable[NodeUsage], *, ascii_only: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("node", overflow="fold")
     table.add_column(f"GPUs ({full} used, {part} in part, {free} free)", overflow="fold")
-    for heading in ("tokens", "cpu used", "GiB used"):
+    for heading in ("tokens", *(f"{unit} used" for unit in NODE_AMOUNTS.values())):
         table.add_column(heading, justify="right")
     rows = list(_rows(packing))
     has_named = any(row.named for _, row in rows)
@@ -135,7 +136,7 @@ def _drawing(packing: Iterable[NodeUsage], *, ascii_only: bool) -> Table:
         bars = " ".join(_bar(used, full, part, free) for used in row.used_gpus) or "none"
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} alike"
         named = [row.named] if has_named else []
-        table.add_row(label, Text(bars, style="green"), f"{row.tokens:,}", row.cpu, row.memory_gb, *named)
+        table.add_row(label, Text(bars, style="green"), f"{row.tokens:,}", *row.amounts, *named)
     if len(rows) > _MAX_ROWS:
         hidden = sum(len(names) for names, _ in rows[_MAX_ROWS:])
         table.add_row(f"and {_counted(hidden, 'more node')}")
@@ -151,8 +152,9 @@ def _row(node: NodeUsage) -> _Row:
     return _Row(
         used_gpus=tuple(1.0 - free for free in node.gpu_free),
         tokens=node.tokens,
-        cpu=f"{node.cpu - node.cpu_free:g}/{node.cpu:g}",
-        memory_gb=f"{node.memory_gb - node.memory_gb_free:g}/{node.memory_gb:g}",
+        amounts=tuple(
+            f"{(supply := getattr(node, kind)) - getattr(node, f'{kind}_free'):g}/{supply:g}" for kind in NODE_AMOUNTS
+        ),
         named=", ".join(f"{name} {count - node.named_free[name]:,}/{count:,}" for name, count in node.named.items()),
     )
 

@@ -38,6 +38,7 @@ from py_scheduler.domain.leases import (
     check_demand,
 )
 from py_scheduler.domain.requests import NodeView
+from py_scheduler.domain.resources import NODE_AMOUNTS
 from py_scheduler.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -358,14 +359,12 @@ def node_view(node: NodeUsage) -> NodeView:
     return NodeView(
         node_ip=node.node_ip,
         gpu_ids=tuple(node.gpu_ids),
-        cpu=node.cpu,
-        memory_gb=node.memory_gb,
         free_gpus=tuple(node.gpu_free),
-        free_cpu=node.cpu_free,
-        free_memory_gb=node.memory_gb_free,
         named=node.named,
         free_named=node.named_free,
         labels=node.labels,
+        **{kind: getattr(node, kind) for kind in NODE_AMOUNTS},
+        **{f"free_{kind}": getattr(node, f"{kind}_free") for kind in NODE_AMOUNTS},
     )
 
 

@@ -6,8 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
+from py_scheduler.domain.resources import AMOUNTS
 from py_scheduler.errors import LeaseError
 from py_scheduler.placement import Lease, NodeResource, PlacementPool, Resource
+from tests.support import strategies
 from tests.support.reference_pool import Demand, ReferencePool, Token
 
 SHARES = [0.0, 1 / 3, 1 / 6, 1 / 7, 0.05, 0.18, 0.29, 0.001, 0.5, 1.0, 2.0, 3.0]
@@ -31,8 +33,15 @@ any_samples = st.builds(
     st.sampled_from(NAMED),
     st.sampled_from(LABELS),
 )
-samples = any_samples.filter(lambda sample: bool(sample.gpu or sample.cpu or sample.memory_gb or sample.named))
+samples = any_samples.filter(lambda sample: bool(sample.taken))
 """Of those that take nothing there is no end."""
+
+
+def test_every_kind_of_room_is_drawn() -> None:
+    drawn = strategies.some_of(samples)
+    assert [kind for kind in AMOUNTS if not any(getattr(sample, kind) for sample in drawn)] == []
+
+
 Held = tuple[Lease, list[Token | None]]
 
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from py_scheduler.domain.events import JournalledEvent, TaskDone, TasksAccepted
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
-from py_scheduler.domain.requests import EventKind
+from py_scheduler.domain.requests import EventKind, NodeView
+from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.results import SampleDone
 from py_scheduler.domain.task import RetryPolicy, Task, TaskConfig
 from py_scheduler.scheduler.log.event_log import KIND_OF_EVENT
@@ -29,26 +28,16 @@ DRAWN: list[tuple[type[msgspec.Struct], SearchStrategy[Any]]] = [
     (StoppingCriteria, strategies.stoppings),
     (SampleDone, strategies.samples()),
     (TaskDone, strategies.dones),
+    (Resource, strategies.sample_resources | strategies.budget_resources),
+    (NodeView, strategies.node_views),
 ]
 STAY_HOME = {"TaskDone.is_eval"}
 """Fields that do not travel."""
 
 
-def some_of(strategy: SearchStrategy[Any]) -> list[Any]:
-    drawn: list[Any] = []
-
-    @settings(derandomize=True, max_examples=50, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(st.lists(strategy, min_size=1, max_size=3))
-    def draw(values: list[Any]) -> None:
-        drawn.extend(values)
-
-    draw()
-    return drawn
-
-
 @pytest.mark.parametrize(("struct", "strategy"), DRAWN, ids=[struct.__name__ for struct, _ in DRAWN])
 def test_the_tests_of_the_wire_draw_every_field(struct: type[msgspec.Struct], strategy: SearchStrategy[Any]) -> None:
-    drawn = some_of(strategy)
+    drawn = strategies.some_of(strategy)
     for field in struct.__struct_fields__:
         values = [getattr(value, field) for value in drawn]
         assert any(value != values[0] for value in values) or f"{struct.__name__}.{field}" in STAY_HOME, field

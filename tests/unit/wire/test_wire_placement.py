@@ -24,26 +24,14 @@ from py_scheduler.domain.leases import (
     RenewRequest,
     Shortage,
 )
-from py_scheduler.domain.requests import NodeView
 from py_scheduler.domain.resources import Resource
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire import placement as wire
 from tests.support import strategies
 
-amounts = st.floats(0, 1e6)
-positive = st.floats(0.001, 1e6)
+amounts = strategies.amounts
 counts = st.integers(0, 2**31)
-labels = st.dictionaries(strategies.resource_names, strategies.resource_names, max_size=3)
-named = st.dictionaries(strategies.resource_names, st.integers(1, 2**32 - 1), max_size=3)
-samples = st.builds(Resource, gpu=positive, cpu=amounts, memory_gb=amounts, named=named, required_labels=labels)
-budgets = st.builds(
-    Resource,
-    gpu=amounts,
-    cpu=amounts,
-    memory_gb=amounts,
-    concurrency=st.integers(1, 2**31),
-    named=st.dictionaries(strategies.resource_names, st.integers(1, 2**63 - 1), max_size=3),
-)
+samples, budgets, nodes = strategies.sample_resources, strategies.budget_resources, strategies.node_views
 demands = st.builds(PlacementDemand, per_sample=samples, max_tokens=st.integers(1, 16_384), budget=st.none() | budgets)
 terms = st.builds(
     LeaseTerms,
@@ -68,19 +56,6 @@ views = st.builds(
     waiting_seconds=amounts,
     bypassed=counts,
 )
-nodes = st.builds(
-    NodeView,
-    node_ip=strategies.names,
-    gpu_ids=st.lists(counts, max_size=3).map(tuple),
-    cpu=amounts,
-    memory_gb=amounts,
-    free_gpus=st.lists(amounts, max_size=3).map(tuple),
-    free_cpu=amounts,
-    free_memory_gb=amounts,
-    named=named,
-    free_named=st.dictionaries(strategies.resource_names, counts, max_size=3),
-    labels=labels,
-)
 shortages = st.builds(
     NodeShortageView,
     node_ip=strategies.names,
@@ -88,7 +63,7 @@ shortages = st.builds(
     max_tokens=counts,
     short=st.lists(st.sampled_from(Shortage), max_size=5).map(tuple),
     short_named=st.lists(strategies.resource_names, max_size=3).map(tuple),
-    lacking_labels=labels,
+    lacking_labels=strategies.labels,
 )
 
 
