@@ -1,13 +1,20 @@
 """Run with an installed wheel, away from the repository: does the package stand on its own?"""
 
 import importlib
+import importlib.metadata
 import pkgutil
+import re
 from pathlib import Path
 
 import py_scheduler
 from py_scheduler import NodeResource, PlacementPool, Resource
 
-OPTIONAL = {"xllamacpp", "reasoning_gym", "pyarrow", "uvloop", "ray"}
+OPTIONAL = {
+    re.split(r"[^\w-]", requirement, maxsplit=1)[0].replace("-", "_")
+    for requirement in importlib.metadata.requires("py-scheduler") or ()
+    if "extra ==" in requirement
+} - {"py_scheduler"}
+"""The packages of the extras, one of which is made of others."""
 
 
 def import_everything() -> int:

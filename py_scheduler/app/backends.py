@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from py_scheduler.config import Config, collecting, convert_table
+from py_scheduler.domain.generation import STUDENT
+from py_scheduler.domain.ports import GenerationControl, base_of
 from py_scheduler.errors import ConfigError, FieldViolation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from py_scheduler.domain.ports import GenerationBackend
+
+    Backends = dict[str, GenerationBackend]
 
 _WITH_EXAMPLES = "with_examples"
 
@@ -24,6 +30,17 @@ def build_generation(config: Config, base_dir: Path, faults: list[FieldViolation
             with collecting(faults):
                 backends[role] = _build_backend(config.generation[role], f"generation.{role}", base_dir, backends)
     return backends
+
+
+def check_staleness(config: Config, backends: Backends, faults: list[FieldViolation]) -> None:
+    """With a limit of staleness training waits for weights, which not every student can be given."""
+    student = backends.get(STUDENT)
+    if config.scheduler.staleness and student is not None and not isinstance(base_of(student), GenerationControl):
+        reason = (
+            "the weights of this student never change, so training would wait for ever: leave it out, or serve the "
+            'student with kind = "sglang"'
+        )
+        faults.append(FieldViolation("scheduler.staleness", reason))
 
 
 def base_role(table: dict[str, Any]) -> str | None:
@@ -54,25 +71,25 @@ def _bases_first(tables: dict[str, dict[str, Any]], faults: list[FieldViolation]
     return list(order)
 
 
-def _build_backend(
-    table: dict[str, Any], key: str, base_dir: Path, backends: dict[str, GenerationBackend]
-) -> GenerationBackend:
+def _build_backend(table: dict[str, Any], key: str, base_dir: Path, backends: Backends) -> GenerationBackend:
     """The adapter is imported only when it is asked for: each has optional dependencies of its own."""
     rest = dict(table)
     kind = rest.pop("kind", None)
-    if kind == "sglang":
-        return _build_sglang(rest, key)
-    if kind == "embedded":
-        from py_scheduler.adapters.llama_cpp.backend import LlamaCppBackend, LlamaCppSettings  # noqa: PLC0415
-
-        gguf_path = _gguf_path(rest.pop("gguf_path", ""), f"{key}.gguf_path", base_dir)
-        return LlamaCppBackend(gguf_path, settings=convert_table(rest, LlamaCppSettings, key))
-    if kind == _WITH_EXAMPLES:
-        return _build_with_examples(rest, key, base_dir, backends)
-    raise ConfigError(f'is {kind!r}, must be "embedded", "sglang" or "{_WITH_EXAMPLES}"', f"{key}.kind")
+    build = KINDS.get(kind) if isinstance(kind, str) else None
+    if build is None:
+        *others, last = (f'"{known}"' for known in KINDS)
+        raise ConfigError(f"is {kind!r}, must be {', '.join(others)} or {last}", f"{key}.kind")
+    return build(rest, key, base_dir, backends)
 
 
-def _build_sglang(table: dict[str, Any], key: str) -> GenerationBackend:
+def _build_embedded(table: dict[str, Any], key: str, base_dir: Path, _backends: Backends) -> GenerationBackend:
+    from py_scheduler.adapters.llama_cpp.backend import LlamaCppBackend, LlamaCppSettings  # noqa: PLC0415
+
+    gguf_path = _gguf_path(table.pop("gguf_path", ""), f"{key}.gguf_path", base_dir)
+    return LlamaCppBackend(gguf_path, settings=convert_table(table, LlamaCppSettings, key))
+
+
+def _build_sglang(table: dict[str, Any], key: str, _base_dir: Path, _backends: Backends) -> GenerationBackend:
     """One server, a router with its workers, or several servers, as `base_url` and `base_urls` say."""
     from py_scheduler.adapters.sglang.backend import SglangBackend  # noqa: PLC0415 - like the other adapters
     from py_scheduler.adapters.sglang.settings import SglangSettings  # noqa: PLC0415
@@ -129,9 +146,7 @@ def _is_address(value: object) -> bool:
         return False
 
 
-def _build_with_examples(
-    table: dict[str, Any], key: str, base_dir: Path, backends: dict[str, GenerationBackend]
-) -> GenerationBackend:
+def _build_with_examples(table: dict[str, Any], key: str, base_dir: Path, backends: Backends) -> GenerationBackend:
     from py_scheduler.adapters.with_examples import (  # noqa: PLC0415 - like the other adapters
         WithExamplesBackend,
         WithExamplesSettings,
@@ -147,6 +162,16 @@ def _build_with_examples(
             "there are none, and no instruction: the base would answer as it does without", f"{key}.examples"
         )
     return WithExamplesBackend(backends[settings.base], examples=examples, instruction=settings.instruction)
+
+
+KINDS: dict[str, Callable[[dict[str, Any], str, Path, Backends], GenerationBackend]] = {
+    "embedded": _build_embedded,
+    "sglang": _build_sglang,
+    _WITH_EXAMPLES: _build_with_examples,
+}
+"""Who builds a backend of each `kind`: of the rest of its table, the table's name, the file's folder, and the backends
+that are built.
+"""
 
 
 def _gguf_path(value: object, key: str, base_dir: Path) -> Path:

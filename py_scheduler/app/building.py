@@ -14,7 +14,7 @@ import msgspec
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.api.server import ApiServer
-from py_scheduler.app.backends import build_generation
+from py_scheduler.app.backends import build_generation, check_staleness
 from py_scheduler.app.runners import NodesOfRay, build_ray, build_runners
 from py_scheduler.batching import BatchingStrategy, fifo_batching
 from py_scheduler.config import Config, EvaluatorSettings, collecting
@@ -120,6 +120,7 @@ def _find(config: Config, base_dir: Path) -> _Found:
     faults: list[FieldViolation] = []
     specs = build_specs(config, faults)
     backends = build_generation(config, base_dir, faults)
+    check_staleness(config, backends, faults)
     pool = None
     with collecting(faults):
         pool = build_pool(config, base_dir)

@@ -8,7 +8,6 @@ import re
 from typing import TYPE_CHECKING
 
 from py_scheduler.config.tables import UNIX_PREFIX
-from py_scheduler.domain.generation import STUDENT
 from py_scheduler.domain.limits import check_sampling, check_stopping, name_fault
 from py_scheduler.domain.resources import check_extras
 from py_scheduler.domain.runners.runner import check_runner_settings
@@ -78,12 +77,6 @@ def _check_scheduler(config: Config) -> Iterator[FieldViolation]:
     for namespace in config.scheduler.staleness:
         if fault := name_fault(namespace):
             yield FieldViolation(f"scheduler.staleness.{namespace}", fault)
-    if config.scheduler.staleness and config.generation.get(STUDENT, {}).get("kind") == "embedded":
-        yield FieldViolation(
-            "scheduler.staleness",
-            "the weights of an embedded student never change, so training would wait for ever: leave it out, or serve "
-            'the student with kind = "sglang"',
-        )
     if _MAX_STOP_GRACE_SECONDS < config.scheduler.stop_grace_seconds < math.inf:
         yield FieldViolation("scheduler.stop_grace_seconds", f"must be at most {_MAX_STOP_GRACE_SECONDS:g}")
     strategy = config.scheduler.batching_strategy

@@ -113,6 +113,13 @@ class DerivedBackend(Protocol):
     def base(self) -> GenerationBackend: ...
 
 
+def base_of(backend: GenerationBackend) -> GenerationBackend:
+    """The backend that has the weights: itself, or the one that it asks in the end."""
+    while isinstance(backend, DerivedBackend):
+        backend = backend.base
+    return backend
+
+
 @runtime_checkable
 class ProbedBackend(Protocol):
     """A GenerationBackend that notices by itself whether its servers answer. Others count as up while they are open."""

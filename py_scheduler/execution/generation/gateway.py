@@ -31,7 +31,7 @@ from py_scheduler.domain.generation import (
     WeightSpan,
     WeightUpdate,
 )
-from py_scheduler.domain.ports import DerivedBackend, GenerationControl, ProbedBackend
+from py_scheduler.domain.ports import GenerationControl, ProbedBackend, base_of
 from py_scheduler.errors import (
     EngineRejectedError,
     EngineUnavailableError,
@@ -70,7 +70,7 @@ class GenerationGateway:
         log: WeightLog | None = None,
     ) -> None:
         log = log or ForgetfulWeightLog()
-        bases = {name: _base_of(backend) for name, backend in backends.items()}
+        bases = {name: base_of(backend) for name, backend in backends.items()}
         weights = {
             id(base): BackendWeights(base, tuple([name for name in bases if bases[name] is base]), log)
             for base in bases.values()
@@ -292,13 +292,6 @@ async def _look_at(weights: BackendWeights) -> None:
             weights.saw(await weights.backend.weight_version())
     except (GenerationError, TimeoutError) as error:
         logger.warning("an engine does not say which weights it has: %r", error)
-
-
-def _base_of(backend: GenerationBackend) -> GenerationBackend:
-    """The backend that has the weights."""
-    while isinstance(backend, DerivedBackend):
-        backend = backend.base
-    return backend
 
 
 async def _budget(backend: GenerationBackend, request: GenerationRequest) -> int | None:

@@ -95,13 +95,6 @@ def faults_of(text: str, *overrides: Override) -> dict[str, str]:
             "scheduler.staleness.a\nb",
             "cannot be printed",
         ),
-        (
-            EVALUATOR
-            + '[generation.student]\nkind = "embedded"\n'
-            + "[scheduler.staleness.default]\nmax_staleness = 1\nstep_size = 1",
-            "scheduler.staleness",
-            "never change",
-        ),
         (EVALUATOR + 'on_weight_update = "forget"', "evaluator[0].on_weight_update", "forget"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = -1", "scheduler.stop_grace_seconds", "not negative"),
         (EVALUATOR + "[scheduler]\nstop_grace_seconds = 601", "scheduler.stop_grace_seconds", "at most 600"),

@@ -17,6 +17,7 @@ from py_scheduler.adapters.llama_cpp.backend import LlamaCppSettings
 from py_scheduler.adapters.sglang.settings import FleetSettings, SglangSettings
 from py_scheduler.adapters.with_examples import WithExamplesSettings
 from py_scheduler.app import build_generation, build_pool, build_specs
+from py_scheduler.app.backends import KINDS
 from py_scheduler.cli import main
 from py_scheduler.config import Config, convert_table, load_config, parse_config
 from py_scheduler.domain.generation import SamplingParams, StoppingCriteria
@@ -144,6 +145,7 @@ def test_the_commented_tables_load_and_show_the_defaults() -> None:
     path = ROOT / "examples/scheduler.toml"
     config = parse_config(whole_example())
     assert set(config.generation) == {"student", "embedded", "teacher", "fleet", "examples"}
+    assert {table["kind"] for table in config.generation.values()} == set(KINDS)
     faults: list[FieldViolation] = []
     build_generation(config, path.parent, faults)
     assert {fault.field for fault in faults} <= {"generation.embedded.gguf_path"}, "the model may not be fetched yet"
