@@ -12,6 +12,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use crate::error::{PlacementError, Result};
+use crate::node::Supply;
 use crate::shape::{Shape, UNLIMITED};
 
 /// The most of one named resource that a node can have and a demand can take.
@@ -163,6 +164,12 @@ pub(crate) struct Wanted {
 impl Wanted {
     pub(crate) fn new(shape: Shape, extras: Option<&Arc<Extras>>) -> Self {
         Self { shape, extras: extras.cloned() }
+    }
+
+    /// How often the demand fits on a node of this supply while it is empty.
+    pub(crate) fn fits_empty(&self, supply: &Supply) -> u32 {
+        let by_extras = Extras::of(self.extras.as_ref()).fits_empty(supply.extras.as_ref());
+        self.shape.fits_empty(supply).all().min(by_extras)
     }
 
     /// Whether a token takes no room at all. It may require labels still.

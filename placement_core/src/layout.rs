@@ -9,7 +9,6 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::extras::Wanted;
 use crate::node::Supply;
-use crate::shape::UNLIMITED;
 
 /// What `max_tokens_for` answers for a demand that takes no room.
 pub const UNLIMITED_TOKENS: u64 = i64::MAX as u64;
@@ -58,17 +57,17 @@ impl Layout {
         })
     }
 
+    /// Whether each node holds a token of a demand when it is empty.
+    pub(crate) fn holds_everywhere(&self, wanted: &Wanted) -> bool {
+        self.supplies.keys().all(|supply| wanted.fits_empty(supply) > 0)
+    }
+
     fn count(&self, wanted: &Wanted) -> u64 {
-        let Wanted { shape, extras } = wanted;
-        let by_extras = |supply: &Supply| {
-            extras.as_ref().map_or(UNLIMITED, |extras| extras.fits_empty(supply.extras.as_ref()))
-        };
         if wanted.takes_nothing() {
-            let fits_somewhere = self.supplies.keys().any(|supply| by_extras(supply) > 0);
+            let fits_somewhere = self.supplies.keys().any(|supply| wanted.fits_empty(supply) > 0);
             return if fits_somewhere { UNLIMITED_TOKENS } else { 0 };
         }
-        let fits = |supply: &Supply| u64::from(shape.fits_empty(supply).all().min(by_extras(supply)));
-        self.supplies.iter().map(|(supply, nodes)| fits(supply) * nodes).sum()
+        self.supplies.iter().map(|(supply, nodes)| u64::from(wanted.fits_empty(supply)) * nodes).sum()
     }
 }
 

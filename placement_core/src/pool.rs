@@ -63,14 +63,35 @@ impl Pool {
         if !faults.is_empty() {
             return Err(PlacementError::InvalidNodes(faults));
         }
+        Ok(Self::of(specs.iter().map(|spec| (Arc::new(NodeInfo::of(spec)), Supply::of(spec)))))
+    }
+
+    /// A pool of nodes that nothing is wrong with, all of which take tokens.
+    fn of(nodes: impl Iterator<Item = (Arc<NodeInfo>, Supply)>) -> Self {
         let mut state = State::default();
         let mut infos = Vec::new();
-        for spec in &specs {
-            state.add(Arc::new(NodeInfo::of(spec)), Supply::of(spec), &mut infos);
+        for (info, supply) in nodes {
+            state.add(info, supply, &mut infos);
         }
-        let layout = Layout::new(0, specs.iter().map(Supply::of));
+        let layout = Layout::new(0, state.tenants.iter().map(|tenant| tenant.supply.clone()));
         let open = Open::new(infos, layout, Arc::clone(&state.counts));
-        Ok(Self { shared: Shared::new(open, state) })
+        Self { shared: Shared::new(open, state) }
+    }
+
+    /// Whether every node that takes tokens could hold one of this demand if it were empty. Does not wait for the pool's
+    /// lock.
+    #[must_use]
+    pub fn could_hold_everywhere(&self, per_sample: &Demand) -> bool {
+        let wanted = |shape| Wanted::new(shape, per_sample.extras());
+        per_sample.shape().is_some_and(|shape| self.shared.layout().holds_everywhere(&wanted(shape)))
+    }
+
+    /// Another pool of the nodes that take tokens, in which nothing is held.
+    #[must_use]
+    pub fn emptied(&self) -> Self {
+        let state = self.shared.lock();
+        let nodes = state.nodes.iter().zip(&state.tenants).filter(|(node, _)| node.phase == Phase::Active);
+        Self::of(nodes.map(|(_, tenant)| (Arc::clone(&tenant.info), tenant.supply.clone())))
     }
 
     /// Takes room for min(`max_tokens`, what of `per_sample` fits in `budget`) samples: for all of them, or `None`
@@ -127,12 +148,12 @@ impl Pool {
         Some(Lease::new(owner, per_sample, shape, by, tokens).with_extras_of(per_sample))
     }
 
-    /// Takes room for `count` samples on the named nodes alone: for all of them, or `None` when they do not all fit there
-    /// now. The tokens go where a pool of just these nodes, as they are now, would place them. A node that is unknown
-    /// or takes no tokens gives nothing.
+    /// Takes room for `count` samples on the nodes alone that could hold no token of the `others`, were they empty: for
+    /// all of them, or `None` when they do not all fit there now. The tokens go where a pool of just these nodes, as they
+    /// are now, would place them.
     ///
-    /// Meant for rare questions: each call looks at every node that is named, while [`Pool::try_acquire`] keeps all
-    /// nodes in order and costs the same whatever their number.
+    /// Meant for rare questions: each call looks at every such node, while [`Pool::try_acquire`] keeps all nodes in
+    /// order and costs the same whatever their number.
     ///
     /// # Errors
     /// [`PlacementError::InvalidTokenCount`] as in [`Pool::try_acquire`].
@@ -140,35 +161,52 @@ impl Pool {
     /// ```
     /// use placement_core::{Demand, NodeSpec, Pool};
     ///
-    /// let pool = Pool::new(["a", "b", "c"].map(|name| NodeSpec::new(name, [0, 1], 16.0, 64.0)))?;
+    /// let node = |name: &str| NodeSpec::new(name, [0, 1], 16.0, 64.0);
+    /// let pool = Pool::new([node("a").with_label("zone", "east"), node("b"), node("c")])?;
     /// let sample = Demand::new(1.0, 4.0, 8.0)?;
-    /// let lease = pool.try_acquire_on(&sample, 3, ["c", "b"])?.expect("4 fit there");
+    /// let in_the_east = sample.clone().requiring("zone", "east")?;
+    /// let lease = pool.try_acquire_apart(&sample, 3, [&in_the_east])?.expect("4 fit on b and c");
     /// let nodes: Vec<String> = lease.placements().into_iter().map(|placed| placed.node).collect();
     /// assert_eq!(nodes, ["b", "c", "b"]);
     ///
-    /// assert!(pool.try_acquire_on(&sample, 2, ["b", "c"])?.is_none());
+    /// assert!(pool.try_acquire_apart(&sample, 2, [&in_the_east])?.is_none());
     /// assert_eq!(pool.free_tokens_for(&sample), 3);
     /// # Ok::<(), placement_core::PlacementError>(())
     /// ```
-    pub fn try_acquire_on<'a>(
+    pub fn try_acquire_apart<'a>(
         &self,
         per_sample: &Demand,
         count: u64,
-        nodes: impl IntoIterator<Item = &'a str>,
+        others: impl IntoIterator<Item = &'a Demand>,
     ) -> Result<Option<Lease>> {
         if !(1..=MAX_LEASE_TOKENS).contains(&count) {
             return Err(PlacementError::InvalidTokenCount { asked: count, limit: MAX_LEASE_TOKENS });
         }
         let Some(shape) = per_sample.shape() else { return Ok(None) };
         let extras = Extras::of(per_sample.extras());
-        // Before the lock is taken, under which nothing of the caller's runs.
-        let names: Vec<&str> = nodes.into_iter().collect();
+        // Before the lock is taken, under which nothing of the caller's runs. What has no shape no node could hold.
+        let others: Vec<Wanted> = others
+            .into_iter()
+            .filter_map(|other| other.shape().map(|shape| Wanted::new(shape, other.extras())))
+            .collect();
         let mut state = self.shared.lock();
-        let Some(tokens) = state.acquire_on(shape, extras, &names, count as usize) else { return Ok(None) };
+        let Some(tokens) = state.acquire_apart(shape, extras, &others, count as usize) else {
+            return Ok(None);
+        };
         let owner = self.shared.clone();
         drop(state);
         let lease = Lease::new(owner, per_sample, shape, NO_INDEX, Tokens::Many(tokens));
         Ok(Some(lease.with_extras_of(per_sample)))
+    }
+
+    /// Whether a node could hold a token of this demand if it were empty. One that is unknown or takes no tokens could
+    /// not.
+    #[must_use]
+    pub fn could_hold(&self, per_sample: &Demand, node: &str) -> bool {
+        let Some(shape) = per_sample.shape() else { return false };
+        let wanted = Wanted::new(shape, per_sample.extras());
+        let state = self.shared.lock();
+        state.names.get(node).is_some_and(|&position| state.could_hold(position, &wanted))
     }
 
     /// Takes room that is already in use, as [`Lease::placements`] recorded it, on draining nodes too: all or none.

@@ -17,7 +17,7 @@ use crate::layout::FreeCounts;
 use crate::node::{NodeInfo, NodeState, Phase, Supply};
 use crate::shape::Shape;
 
-mod on_nodes;
+mod apart;
 mod with_extras;
 
 /// Shapes that keep an index; the least recently used one makes room.
@@ -42,6 +42,8 @@ pub(crate) struct State {
     next_serial: u32,
     /// Nodes that were changed, one entry a token.
     log: Vec<u32>,
+    /// Of some demands the nodes that could hold a token, a bit for each position; forgotten when nodes change.
+    holders: HashMap<Wanted, Vec<u64>>,
     /// What the indexes count, for those who do not hold the lock.
     pub(crate) counts: Arc<FreeCounts>,
     /// `release_version` of the pool.
@@ -257,6 +259,7 @@ impl State {
             used.index.is_stale = true;
         }
         self.log.clear();
+        self.holders.clear();
     }
 
     /// Position of the index of a shape without extras, made if need be and caught up.

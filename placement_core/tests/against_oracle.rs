@@ -5,7 +5,7 @@ mod support;
 use placement_core::{Demand, Lease, NodeSpec, Pool};
 use proptest::prelude::*;
 
-use support::{Extras, LABELS, NAMES, PlainDemand, PlainPool, PlainToken};
+use support::{Extras, LABELS, NAMES, PlainDemand, PlainNode, PlainPool, PlainToken};
 
 /// (as written, micro-GPU as the rule for amounts gives it)
 const GPUS: [(f64, u64); 12] = [
@@ -63,7 +63,7 @@ const MEMORIES: [u64; 4] = [0, 5, 64, 320];
 #[derive(Debug, Clone)]
 enum Step {
     Acquire { gpu: usize, rest: usize, wanted: usize, count: usize },
-    AcquireOn { gpu: usize, rest: usize, wanted: usize, count: usize, nodes: usize },
+    AcquireApart { gpu: usize, rest: usize, wanted: usize, count: usize, others: Vec<(usize, usize, usize)> },
     ReleaseToken { lease: usize, token: usize },
     ReleaseLease { lease: usize },
     DropLease { lease: usize },
@@ -79,8 +79,8 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         10 => (0..GPUS.len(), 0..REST.len(), wanted(), prop_oneof![1..4_usize, 1..40_usize])
             .prop_map(|(gpu, rest, wanted, count)| Step::Acquire { gpu, rest, wanted, count }),
-        3 => (0..GPUS.len(), 0..REST.len(), wanted(), 1..12_usize, any())
-            .prop_map(|(gpu, rest, wanted, count, nodes)| Step::AcquireOn { gpu, rest, wanted, count, nodes }),
+        3 => (0..GPUS.len(), 0..REST.len(), wanted(), 1..12_usize, others())
+            .prop_map(|(gpu, rest, wanted, count, others)| Step::AcquireApart { gpu, rest, wanted, count, others }),
         6 => (any(), any()).prop_map(|(lease, token)| Step::ReleaseToken { lease, token }),
         3 => any().prop_map(|lease| Step::ReleaseLease { lease }),
         2 => any().prop_map(|lease| Step::DropLease { lease }),
@@ -91,6 +91,11 @@ fn step() -> impl Strategy<Value = Step> {
         1 => any().prop_map(|node| Step::Resume { node }),
         1 => any().prop_map(|node| Step::Remove { node }),
     ]
+}
+
+/// Demands to stay away from: most of them not every node could hold.
+fn others() -> impl Strategy<Value = Vec<(usize, usize, usize)>> {
+    prop::collection::vec((0..GPUS.len(), 0..REST.len(), 0..WANTED.len()), 0..3)
 }
 
 fn wanted() -> impl Strategy<Value = usize> {
@@ -171,16 +176,38 @@ impl Twins {
         self.keep(&demand, lease, expected);
     }
 
-    /// Nodes by the bits of a number, and one that neither pool has.
-    fn acquire_on(&mut self, (demand, plain_demand): (Demand, PlainDemand), count: usize, nodes: usize) {
-        let mut names = self.plain.names();
-        names.retain(|name| nodes >> (name[1..].parse::<usize>().unwrap() % 64) & 1 == 1);
-        names.push("nowhere".to_string());
+    fn acquire_apart(
+        &mut self,
+        (demand, plain_demand): (Demand, PlainDemand),
+        count: usize,
+        others: &[(Demand, PlainDemand)],
+    ) {
+        let emptied = self.emptied();
+        for (other, plain_other) in others {
+            for node in &emptied {
+                assert_eq!(self.pool.could_hold(other, &node.name), node.could_hold(*plain_other));
+            }
+            assert!(!self.pool.could_hold(other, "nowhere"));
+            let mut active = emptied.iter().filter(|node| node.takes_tokens);
+            let everywhere = active.all(|node| node.could_hold(*plain_other));
+            assert_eq!(self.pool.could_hold_everywhere(other), everywhere);
+            assert_eq!(self.pool.emptied().free_tokens_for(other), self.pool.max_tokens_for(other));
+        }
+        let is_apart = |node: &&PlainNode| !others.iter().any(|(_, other)| node.could_hold(*other));
+        let names: Vec<String> = emptied.iter().filter(is_apart).map(|node| node.name.clone()).collect();
         let expected = self.plain.acquire_on(plain_demand, count, &names);
-        // In any order.
-        let given = names.iter().rev().map(String::as_str);
-        let lease = self.pool.try_acquire_on(&demand, count as u64, given).unwrap();
+        let others = others.iter().map(|(other, _)| other);
+        let lease = self.pool.try_acquire_apart(&demand, count as u64, others).unwrap();
         self.keep(&demand, lease, expected);
+    }
+
+    /// The nodes as they would be if everything had come back.
+    fn emptied(&self) -> Vec<PlainNode> {
+        let mut emptied = self.plain.clone();
+        for token in self.leases.iter().flat_map(|(_, tokens)| tokens).flatten() {
+            emptied.find(&token.node).give(token);
+        }
+        emptied.nodes.into_iter().flatten().collect()
     }
 
     fn keep(&mut self, demand: &Demand, lease: Option<Lease>, expected: Option<Vec<PlainToken>>) {
@@ -274,8 +301,10 @@ fn run(nodes: &[Node], steps: Vec<Step>) {
     for step in steps {
         match step {
             Step::Acquire { gpu, rest, wanted, count } => twins.acquire(gpu, rest, wanted, count),
-            Step::AcquireOn { gpu, rest, wanted, count, nodes } => {
-                twins.acquire_on(any_demand(gpu, rest, wanted), count, nodes);
+            Step::AcquireApart { gpu, rest, wanted, count, others } => {
+                let others: Vec<_> =
+                    others.into_iter().map(|(gpu, rest, wanted)| any_demand(gpu, rest, wanted)).collect();
+                twins.acquire_apart(any_demand(gpu, rest, wanted), count, &others);
             }
             Step::ReleaseToken { lease, token } => twins.release_token(lease, token),
             Step::ReleaseLease { lease } => twins.end_lease(lease, |lease| lease.release().unwrap()),

@@ -5,6 +5,7 @@ It follows the written rules word by word and shares no code with the core, the 
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -54,6 +55,12 @@ class Node:
     takes_tokens: bool = True
     leaves_when_empty: bool = False
     tokens: int = 0
+    supply: Node | None = None
+    """The same node, empty."""
+
+    def could_hold(self, demand: Demand) -> bool:
+        """Whether it takes tokens and would hold one if it were empty."""
+        return self.takes_tokens and self.supply is not None and self.supply.choose_gpus(demand) is not None
 
     def choose_gpus(self, demand: Demand) -> list[int] | None:
         """The GPUs that a token would get here; None when it does not fit."""
@@ -108,6 +115,7 @@ class ReferencePool:
         node = Node(
             name, dict.fromkeys(gpus, MICRO), _floor(cpu * 1000), _floor(memory_gb * 1024), free, dict(labels or {})
         )
+        node.supply = copy.deepcopy(node)
         if None in self.nodes:
             self.nodes[self.nodes.index(None)] = node
         else:

@@ -40,6 +40,10 @@ pub(crate) struct PlainNode {
 }
 
 impl PlainNode {
+    pub(crate) fn could_hold(&self, demand: PlainDemand) -> bool {
+        self.choose(demand).is_some()
+    }
+
     fn choose(&self, demand: PlainDemand) -> Option<Vec<u32>> {
         if !self.takes_tokens || demand.cpu > self.cpu || demand.memory > self.memory {
             return None;
@@ -77,7 +81,7 @@ impl PlainNode {
         self.tokens += 1;
     }
 
-    fn give(&mut self, token: &PlainToken) {
+    pub(crate) fn give(&mut self, token: &PlainToken) {
         for id in &token.gpu_ids {
             *self.gpus.get_mut(id).unwrap() += token.demand.gpu.min(MICRO);
         }
@@ -137,7 +141,7 @@ impl PlainPool {
         tokens
     }
 
-    /// The same in a pool that has lost all the other nodes.
+    /// The same in a pool that has lost all nodes but these.
     pub(crate) fn acquire_on(
         &mut self,
         demand: PlainDemand,

@@ -24,6 +24,7 @@ Invariants
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -170,10 +171,7 @@ class Flows:
         self._max_wait_seconds = max_wait_seconds
         self._ahead: dict[FlowKey, float] = {}
         """Virtual times of flows that do not wait now."""
-        self._by_age: dict[tuple[FlowKey, Shape], deque[ReadyEntry]] = {}
-        """Those of each flow and shape as they came, if somebody may be promoted; some are gone."""
-        self._aged = 0
-        """How many entries those hold."""
+        self._by_age = None if max_wait_seconds is None else _ByAge(max_wait_seconds)
 
     def __len__(self) -> int:
         return sum([flow.count for flow in self.waiting.values()])
@@ -185,20 +183,8 @@ class Flows:
             flow.virtual_time = max(self._ahead.pop(entry.flow, 0.0), self._level(background=flow.is_background))
             self.waiting[entry.flow] = flow
         flow.push(entry)
-        if self._max_wait_seconds is not None:
-            entries = self._by_age.setdefault((entry.flow, entry.shape), deque())
-            comes_last = not entries or entries[-1].queued_at <= entry.queued_at
-            entries.append(entry)
-            if not comes_last:  # What has shrunk stands among those that came as late.
-                self._by_age[entry.flow, entry.shape] = deque(sorted(entries, key=_age))
-            self._aged += 1
-            if self._aged > 2 * len(self) + _KEEP_GONE:
-                self._forget_gone()
-
-    def _forget_gone(self) -> None:
-        left = {key: deque(entry for entry in entries if not entry.is_gone) for key, entries in self._by_age.items()}
-        self._by_age = {key: entries for key, entries in left.items() if entries}
-        self._aged = sum([len(entries) for entries in self._by_age.values()])
+        if self._by_age is not None:
+            self._by_age.push(entry)
 
     def take_out(self, entry: ReadyEntry) -> bool:
         """Removes an entry. True when it was the last of its shape in its flow."""
@@ -207,35 +193,18 @@ class Flows:
         if not flow.count:
             del self.waiting[entry.flow]
             self._ahead[entry.flow] = flow.virtual_time
+        if self._by_age is not None:
+            self._by_age.took_out(entry, waiting=len(self))
         return was_last
 
     def is_overdue(self, entry: ReadyEntry, now: float) -> bool:
         """Whether it has waited so long that it goes before what has not."""
-        return self._max_wait_seconds is not None and now - entry.queued_at >= self._max_wait_seconds
-
-    def overdue(self, now: float) -> list[ReadyEntry]:
-        """What goes first for its age: the oldest of each flow and shape, the oldest of all first."""
-        if self._max_wait_seconds is None:
-            return []
-        oldest: list[ReadyEntry] = []
-        emptied: list[tuple[FlowKey, Shape]] = []
-        for key, entries in self._by_age.items():
-            while entries and entries[0].is_gone:
-                entries.popleft()
-                self._aged -= 1
-            if not entries:
-                emptied.append(key)
-            elif self.is_overdue(entries[0], now):
-                oldest.append(entries[0])
-        for key in emptied:  # Demands of leases are without number: none may outlive its last entry for long.
-            del self._by_age[key]
-        oldest.sort(key=_age)
-        return oldest
+        return self._by_age is not None and self._by_age.is_overdue(entry, now)
 
     def foremost(self, now: float) -> ReadyEntry:
         """What is to be served next, whatever blocks it. There must be something."""
-        if self._max_wait_seconds is not None and (overdue := self.overdue(now)):
-            return overdue[0]
+        if self._by_age is not None and (overdue := self._by_age.foremost(now)) is not None:
+            return overdue
         if len(self.waiting) == 1:
             return next(iter(self.waiting.values())).head()
         return min(self.waiting.values(), key=lambda flow: flow.rank).head()
@@ -248,17 +217,92 @@ class Flows:
 
     def line_up(self, now: float) -> Iterator[ReadyEntry]:
         """The heads of all shapes, in the order of service: first those that go first for their age."""
-        overdue = self.overdue(now)
+        overdue = [] if self._by_age is None else self._by_age.overdue(now)
         yield from overdue
+        told = set(map(id, overdue))
         for flow in self.in_order():
             for head in flow.heads():
-                if not any(head is other for other in overdue):
+                if id(head) not in told:
                     yield head
 
     def _level(self, *, background: bool) -> float:
         return min(
             [flow.virtual_time for flow in self.waiting.values() if flow.is_background == background], default=0.0
         )
+
+
+class _ByAge:
+    """The entries of one namespace by their age. Only the oldest of each flow and shape goes first for its age, and
+    these are kept in order: whoever asks who is overdue neither sorts them nor looks at those that are not.
+
+    Invariants
+      1. `_oldest` has the first of each of `_queues`, the oldest of all first; none of these is gone.
+      2. No queue is empty.
+    """
+
+    def __init__(self, max_wait_seconds: float) -> None:
+        self._max_wait_seconds = max_wait_seconds
+        self._queues: dict[tuple[FlowKey, Shape], deque[ReadyEntry]] = {}
+        """Those of each flow and shape as they came; some behind the first are gone."""
+        self._oldest: list[ReadyEntry] = []
+        self._count = 0
+        """How many entries the queues hold."""
+
+    def is_overdue(self, entry: ReadyEntry, now: float) -> bool:
+        return now - entry.queued_at >= self._max_wait_seconds
+
+    def foremost(self, now: float) -> ReadyEntry | None:
+        """The oldest of all, if it goes first for its age."""
+        return self._oldest[0] if self._oldest and self.is_overdue(self._oldest[0], now) else None
+
+    def overdue(self, now: float) -> list[ReadyEntry]:
+        """What goes first for its age: the oldest of each flow and shape, the oldest of all first."""
+        return self._oldest[: bisect.bisect_left(self._oldest, True, key=lambda entry: not self.is_overdue(entry, now))]
+
+    def push(self, entry: ReadyEntry) -> None:
+        key = entry.flow, entry.shape
+        queue = self._queues.get(key)
+        self._count += 1
+        if queue is None:
+            self._queues[key] = deque((entry,))
+            bisect.insort(self._oldest, entry, key=_age)
+        elif _age(queue[-1]) <= _age(entry):
+            queue.append(entry)
+        else:  # What has shrunk stands among those that came as late.
+            self._forget_oldest(queue[0])
+            queue = self._queues[key] = deque(sorted([*queue, entry], key=_age))
+            self._set_oldest(key, queue)
+
+    def took_out(self, entry: ReadyEntry, *, waiting: int) -> None:
+        """An entry is gone, and so many wait still."""
+        key = entry.flow, entry.shape
+        queue = self._queues[key]
+        if queue[0] is entry:
+            self._forget_oldest(entry)
+            self._set_oldest(key, queue)
+        elif self._count > 2 * waiting + _KEEP_GONE:
+            self._forget_gone()
+
+    def _forget_oldest(self, entry: ReadyEntry) -> None:
+        at = bisect.bisect_left(self._oldest, _age(entry), key=_age)
+        while self._oldest[at] is not entry:  # What is left of a batch that shrinks came when the batch did.
+            at += 1
+        del self._oldest[at]
+
+    def _set_oldest(self, key: tuple[FlowKey, Shape], queue: deque[ReadyEntry]) -> None:
+        while queue and queue[0].is_gone:
+            queue.popleft()
+            self._count -= 1
+        if queue:
+            bisect.insort(self._oldest, queue[0], key=_age)
+        else:
+            del self._queues[key]
+
+    def _forget_gone(self) -> None:
+        self._queues = {
+            key: deque(entry for entry in queue if not entry.is_gone) for key, queue in self._queues.items()
+        }
+        self._count = sum([len(queue) for queue in self._queues.values()])
 
 
 def _age(entry: ReadyEntry) -> tuple[float, int]:

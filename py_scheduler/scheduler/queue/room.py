@@ -26,12 +26,13 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.resources import NodeResource, Resource
-from py_scheduler.placement import PlacementPool, tokens_in_budget
+from py_scheduler.domain.resources import Resource
+from py_scheduler.placement import tokens_in_budget
 from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyLease
 from py_scheduler.scheduler.queue.quotas import Quotas
 from py_scheduler.scheduler.queue.shares import Shares, supply_of
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
-    from py_scheduler.placement import Lease
+    from py_scheduler.placement import Lease, PlacementPool
     from py_scheduler.scheduler.queue.entries import Kind, ReadyEntry
 
 _MAX_KNOWN = 1_024
@@ -57,16 +58,56 @@ class StrandedToken(msgspec.Struct, frozen=True):
     gpu_ids: tuple[int, ...]
 
 
+class _Stranded:
+    """All stranded tokens, and a pool in which nothing but these is held. It is of the same nodes for as long as the
+    layout stays, whatever strands and comes back.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: Sequence[StrandedToken] = ()
+        self._pool: PlacementPool | None = None
+        self._layout = -1
+        self._leases: dict[StrandedToken, list[Lease]] = {}
+        """Those that hold them in that pool; a lease that nobody keeps is given back."""
+        self._is_current = False
+        """Whether those are of `tokens`."""
+
+    def strand(self, tokens: Sequence[StrandedToken]) -> None:
+        self.tokens = tuple(tokens)
+        self._is_current = False
+
+    def tokens_beside(self, pool: PlacementPool, per_sample: Resource) -> int:
+        """How many would fit in a pool if everything but the stranded tokens had come back."""
+        if self._pool is None or self._layout != pool.layout_version:
+            self._pool, self._layout = pool.emptied(), pool.layout_version
+            self._leases, self._is_current = {}, False
+        if not self._is_current:
+            self._follow(self._pool)
+        return self._pool.free_tokens_for(per_sample)
+
+    def _follow(self, pool: PlacementPool) -> None:
+        wanted = Counter(self.tokens)
+        for token, leases in self._leases.items():
+            del leases[wanted[token] :]
+        for token, count in wanted.items():
+            leases = self._leases.setdefault(token, [])
+            # A node that takes no tokens any more is not in the pool.
+            while len(leases) < count and pool.could_hold(token.per_sample, token.node_ip):
+                leases.append(pool.adopt(token.per_sample, [token]))
+        self._leases = {token: leases for token, leases in self._leases.items() if leases}
+        self._is_current = True
+
+
 class _Demand(msgspec.Struct):
     """What is known of one demand."""
 
     parts: dict[str, Resource]
     """Of each kind of room that it takes: a demand of that alone, on the same nodes."""
     labels: dict[str, str]
-    nodes: frozenset[str] | None = None
-    """Those that could hold a token of it; None: all."""
+    is_for_any_node: bool = False
+    """Whether every node could hold a token of it, were it empty."""
     layout: int = -1
-    """The pool's layout of which `nodes` says so."""
+    """The pool's layout of which that was said."""
 
 
 class Room:
@@ -97,12 +138,11 @@ class Room:
         self._reserved: tuple[ReadyEntry, Lease] | None = None
         self._last_taken: Sequence[PlacementToken | None] = ()
         """By the entry that was let in last."""
-        self.stranded: tuple[StrandedToken, ...] = ()
-        self._stranded_leases: list[Lease] = []
-        """Of `_unstranded`: a lease that nobody keeps is given back."""
-        self._unstranded: PlacementPool | None = None
-        """The pool as it would be if everything but the stranded tokens had come back."""
-        self._unstranded_layout = -1
+        self._stranded = _Stranded()
+
+    @property
+    def stranded(self) -> Sequence[StrandedToken]:
+        return self._stranded.tokens
 
     # What entries want
 
@@ -142,7 +182,7 @@ class Room:
 
     def fits_ever(self, entry: ReadyEntry) -> bool:
         """Whether it would fit if everything came back that still can."""
-        namespace, stranded = entry.flow[0], self.stranded
+        namespace, stranded = entry.flow[0], self._stranded.tokens
         quota = self.quotas.of(namespace).max_running_samples
         if quota is not None and entry.tokens > quota - sum([token.namespace == namespace for token in stranded]):
             return False
@@ -152,30 +192,7 @@ class Room:
             return True
         if not stranded:
             return entry.tokens <= self.pool.max_tokens_for(entry.per_sample)
-        return entry.tokens <= self._beside_the_stranded(self.pool).free_tokens_for(entry.per_sample)
-
-    def _beside_the_stranded(self, pool: PlacementPool) -> PlacementPool:
-        """A pool like it of which nothing is held but what is stranded."""
-        if self._unstranded is None or self._unstranded_layout != pool.layout_version:
-            self._unstranded_layout = pool.layout_version
-            nodes = [
-                NodeResource(
-                    node_ip=node.node_ip,
-                    gpus=node.gpu_ids,
-                    cpu=node.cpu,
-                    memory_gb=node.memory_gb,
-                    named=node.named,
-                    labels=node.labels,
-                )
-                for node in pool.nodes()
-                if node.phase == "active"
-            ]
-            self._unstranded = PlacementPool(nodes)
-            there = {node.node_ip for node in nodes}
-            self._stranded_leases = [
-                self._unstranded.adopt(token.per_sample, [token]) for token in self.stranded if token.node_ip in there
-            ]
-        return self._unstranded
+        return entry.tokens <= self._stranded.tokens_beside(self.pool, entry.per_sample)
 
     def is_capped(self, entry: ReadyEntry) -> bool:
         """Whether its namespace's quota keeps it from being let in now."""
@@ -220,9 +237,7 @@ class Room:
                 rivals.append((head, kinds))
         if self.pool is None or not rivals or self.lacks_permits(entry):
             return True
-        if any(
-            self._nodes_of(head) is None and self._waits_for(head, kinds, is_settled=True) for head, kinds in rivals
-        ):
+        if any(self._is_for_any_node(head) and self._waits_for(head, kinds, is_settled=True) for head, kinds in rivals):
             return False
         lease = self._place(entry)
         if lease is None:
@@ -253,8 +268,9 @@ class Room:
 
     def _could_use(self, head: ReadyEntry, tokens: Sequence[PlacementToken | None]) -> bool:
         """Whether any of these tokens is on a node that could hold one of a head's."""
-        nodes = self._nodes_of(head)
-        return nodes is None or any(token is not None and token.node_ip in nodes for token in tokens)
+        assert self.pool is not None
+        nodes = {token.node_ip for token in tokens if token is not None}
+        return any(self.pool.could_hold(head.per_sample, node_ip) for node_ip in nodes)
 
     def _waits_for(self, head: ReadyEntry, kinds: Sequence[str], *, is_settled: bool) -> bool:
         """Whether a head waits for one of these kinds of room. is_settled: whether what is held now stays so until
@@ -296,15 +312,12 @@ class Room:
             )
         return demand
 
-    def _nodes_of(self, head: ReadyEntry) -> frozenset[str] | None:
-        """The nodes that could hold a token of a head, were they empty; None: all."""
+    def _is_for_any_node(self, head: ReadyEntry) -> bool:
         assert self.pool is not None
         demand, layout = self._demand(head), self.pool.layout_version
         if demand.layout != layout:
-            nodes = self.pool.explain(head.per_sample, 1).nodes
-            usable = frozenset(node.node_ip for node in nodes if node.max_tokens)
-            demand.nodes, demand.layout = None if len(usable) == len(nodes) else usable, layout
-        return demand.nodes
+            demand.is_for_any_node, demand.layout = self.pool.could_hold_everywhere(head.per_sample), layout
+        return demand.is_for_any_node
 
     # Taken and given back
 
@@ -347,14 +360,7 @@ class Room:
     def _place_elsewhere(self, entry: ReadyEntry, heads: Sequence[ReadyEntry]) -> Lease | None:
         """On nodes alone that none of these heads could use, where the pool by itself would have taken others."""
         assert self.pool is not None
-        kept: set[str] = set()
-        for head in heads:
-            nodes = self._nodes_of(head)
-            if nodes is None:
-                return None
-            kept |= nodes
-        others = [node.node_ip for node in self.pool.nodes() if node.node_ip not in kept]
-        return self.pool.try_acquire_on(entry.per_sample, entry.tokens, others)
+        return self.pool.try_acquire_apart(entry.per_sample, entry.tokens, [head.per_sample for head in heads])
 
     def came_back(self) -> None:
         """Something was given back, or a node came: who was short may be so no longer."""
@@ -362,8 +368,7 @@ class Room:
 
     def strand(self, tokens: Sequence[StrandedToken]) -> None:
         """These are all that handlers hold which do not stop."""
-        self.stranded = tuple(tokens)
-        self._unstranded = None
+        self._stranded.strand(tokens)
 
 
 def _parts_of(demand: Resource) -> dict[str, Resource]:

@@ -274,24 +274,29 @@ def test_node_changes_that_cannot_be() -> None:
         pool.add_node(NodeResource(node_ip="new", gpus=[], cpu=-1, memory_gb=1))
 
 
-def test_some_nodes_alone() -> None:
-    pool, sample = make_pool(nodes=4, gpus=2), Resource(gpu=1, cpu=2)
-    pool.drain_node("10.0.0.3")
-    names = [f"10.0.0.{node}" for node in (3, 2, 1, 9)]
-    assert pool.try_acquire_on(sample, 5, names) is None
-    lease = pool.try_acquire_on(sample, 3, iter(names))
+def test_nodes_that_others_could_use_are_left_to_them() -> None:
+    pool, sample = make_pool(nodes=3, gpus=2), Resource(gpu=1, cpu=2)
+    pool.add_node(NodeResource(node_ip="east", gpus=[0, 1], cpu=16, memory_gb=64, labels={"zone": "east"}))
+    pool.drain_node("10.0.0.0")
+    other = Resource(gpu=1, required_labels={"zone": "east"})
+    assert pool.could_hold(other, "east")
+    assert not pool.could_hold(other, "10.0.0.1")
+    assert pool.could_hold_everywhere(sample)
+    assert not pool.could_hold_everywhere(other)
+    assert pool.try_acquire_apart(sample, 5, [other]) is None
+    lease = pool.try_acquire_apart(sample, 3, iter([other, other]))
     assert lease is not None
     placed = [(token.node_ip, token.gpu_ids) for token in lease.tokens]
     assert placed == [("10.0.0.1", [0]), ("10.0.0.2", [0]), ("10.0.0.1", [1])]
     assert (lease.resource, pool.free_tokens_for(sample)) == (sample, 3)
-    assert pool.try_acquire_on(sample, 2, {"10.0.0.2"}) is None
+    assert pool.emptied().free_tokens_for(sample) == 6
     lease.release()
     assert pool.free_tokens_for(sample) == 6
     for count in (0, "3", 2**70):
         with pytest.raises(InvalidArgumentError, match=r"^count: "):
-            pool.try_acquire_on(sample, count, names)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"node_ips\[1\]: 7 is not a string"):
-        pool.try_acquire_on(sample, 1, ["10.0.0.1", 7])  # type: ignore[list-item]
+            pool.try_acquire_apart(sample, count, [other])  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        pool.try_acquire_apart(sample, 1, ["east"])  # type: ignore[list-item]
 
 
 def test_adopting_what_was_held_before() -> None:

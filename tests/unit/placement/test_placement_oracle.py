@@ -82,12 +82,20 @@ class PoolAgainstReference(RuleBasedStateMachine):
         expected = self.reference.acquire(demand_of(sample), count)
         return self.compared(self.pool.try_acquire_batch(AMPLE, sample, count), expected)
 
-    @rule(target=leases, sample=any_samples, count=st.integers(1, 12), nodes=st.sets(st.integers(0, 7)))
-    def acquire_on(self, sample: Resource, count: int, nodes: set[int]) -> Held:
-        """On some nodes of those that there are, were or will be."""
-        names = {f"node-{node}" for node in nodes}
-        expected = self.reference.acquire_on(demand_of(sample), count, names)
-        return self.compared(self.pool.try_acquire_on(sample, count, names), expected)
+    @rule(target=leases, sample=any_samples, count=st.integers(1, 12), others=st.lists(any_samples, max_size=2))
+    def acquire_apart(self, sample: Resource, count: int, others: list[Resource]) -> Held:
+        """On the nodes that could hold none of the others."""
+        nodes, demands = self.reference.present(), [demand_of(other) for other in others]
+        for other, demand in zip(others, demands, strict=True):
+            assert [self.pool.could_hold(other, node.name) for node in nodes] == [
+                node.could_hold(demand) for node in nodes
+            ]
+            everywhere = all(node.could_hold(demand) for node in nodes if node.takes_tokens)
+            assert self.pool.could_hold_everywhere(other) == everywhere
+            assert self.pool.emptied().free_tokens_for(other) == self.pool.max_tokens_for(other)
+        apart = {node.name for node in nodes if not any(map(node.could_hold, demands))}
+        expected = self.reference.acquire_on(demand_of(sample), count, apart)
+        return self.compared(self.pool.try_acquire_apart(sample, count, others), expected)
 
     def compared(self, lease: Lease | None, expected: list[Token] | None) -> Held:
         if lease is None or expected is None:

@@ -98,7 +98,7 @@ def test_it_travels(kind: str) -> None:
     demand = of(kind, 3)
     assert decode_resource(encode_resource(demand), 1) == demand
     pool = pool_of(kind, 5)
-    with pool.try_acquire_on(demand, 1, ["n"]) or pytest.fail("it fits"):
+    with pool.try_acquire_apart(demand, 1, []) or pytest.fail("it fits"):
         view = node_view(pool.nodes()[0])
     assert decode_node(encode_node(view)) == view
     supply, free = ([1.0] * 5, [0.0] * 3 + [1.0] * 2) if kind == "gpu" else (5, 2)
@@ -132,7 +132,7 @@ def test_a_share_is_the_part_of_it_that_is_taken(kind: str) -> None:
 def test_who_takes_it_takes_what_a_head_waits_for(kind: str) -> None:
     pool = pool_of(kind, 4)
     room = Room(pool)
-    with pool.try_acquire_on(of(kind, 1), 1, ["n"]) or pytest.fail("it fits"):
+    with pool.try_acquire_apart(of(kind, 1), 1, []) or pytest.fail("it fits"):
         assert not room.reserve(entry_of(of(kind, 1)), [entry_of(of(kind, 4))])
 
 

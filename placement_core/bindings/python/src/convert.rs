@@ -279,14 +279,3 @@ pub(crate) fn count(given: &Bound<'_, PyAny>, field: &str) -> PyResult<u64> {
         invalid_field(given.py(), field.to_string(), format!("{given} must be a whole number of 1 or more"))
     })
 }
-
-/// Names of nodes.
-pub(crate) fn names(given: &Bound<'_, PyAny>, field: &str) -> PyResult<Vec<String>> {
-    let names = given.try_iter()?.enumerate().map(|(index, name)| {
-        let name = name?;
-        name.extract().map_err(|_| {
-            invalid_field(given.py(), format!("{field}[{index}]"), format!("{name} is not a string"))
-        })
-    });
-    names.collect()
-}

@@ -3,7 +3,7 @@
 use placement_core::{Placement, Pool};
 use pyo3::prelude::*;
 
-use crate::convert::{count, known, names, node, nodes};
+use crate::convert::{count, known, node, nodes};
 use crate::errors::{invalid_field, map};
 use crate::lease::Lease;
 use crate::views::{Explanation, NodeUsage};
@@ -44,22 +44,38 @@ impl PlacementPool {
         }
     }
 
-    /// Takes room for `count` samples on these nodes alone, all of them or None. A node that is unknown or takes no tokens
-    /// gives nothing.
+    /// Takes room for `count` samples, all of them or None, on the nodes alone that could hold no token of the `others`,
+    /// demands like `per_sample`, were they empty.
     ///
-    /// Raises `InvalidArgumentError` for bad numbers and for names that are no strings.
-    fn try_acquire_on(
+    /// Raises `InvalidArgumentError` for bad numbers.
+    fn try_acquire_apart(
         &self,
         per_sample: &Bound<'_, PyAny>,
         count: &Bound<'_, PyAny>,
-        node_ips: &Bound<'_, PyAny>,
+        others: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Lease>> {
         let py = per_sample.py();
         let count = self::count(count, "count")?;
-        let names = self::names(node_ips, "node_ips")?;
+        let others: Vec<_> = others.try_iter()?.map(|other| known(None, &other?)).collect::<PyResult<_>>()?;
         let known = known(None, per_sample)?;
-        let lease = self.pool.try_acquire_on(&known.demand, count, names.iter().map(String::as_str));
+        let lease =
+            self.pool.try_acquire_apart(&known.demand, count, others.iter().map(|other| &other.demand));
         Ok(lease.map_err(|error| map(py, &error, "count"))?.map(|lease| Lease::new(lease, per_sample)))
+    }
+
+    /// Whether a node could hold a token if it were empty; not one that is unknown or takes no tokens.
+    fn could_hold(&self, per_sample: &Bound<'_, PyAny>, node_ip: &str) -> PyResult<bool> {
+        Ok(self.pool.could_hold(&known(None, per_sample)?.demand, node_ip))
+    }
+
+    /// Whether every node that takes tokens could hold one if it were empty.
+    fn could_hold_everywhere(&self, per_sample: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(self.pool.could_hold_everywhere(&known(None, per_sample)?.demand))
+    }
+
+    /// Another pool of the nodes that take tokens, in which nothing is held.
+    fn emptied(&self) -> Self {
+        Self { pool: self.pool.emptied() }
     }
 
     /// Takes room that is already in use, also on draining nodes. `FailedPreconditionError` when it is not there.

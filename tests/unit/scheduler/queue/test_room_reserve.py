@@ -45,7 +45,7 @@ IN_ZONE = Resource(gpu=8, required_labels={"zone": "a"})
 def test_an_entry_is_placed_on_nodes_that_no_head_could_use() -> None:
     pool = make_pool()
     room, head, entry = Room(pool), entry_of(IN_ZONE, 1), entry_of(Resource(gpu=1), 3)
-    held = pool.try_acquire_on(Resource(gpu=1), 1, ["a"])
+    held = pool.try_acquire_apart(Resource(gpu=1), 1, [])
     assert held is not None
     assert room.reserve(entry, [head])
     lease = room.acquire_lease(entry)
@@ -57,7 +57,7 @@ def test_an_entry_is_placed_on_nodes_that_no_head_could_use() -> None:
 def test_what_fits_nowhere_else_is_not_let_in() -> None:
     pool = make_pool()
     room, head = Room(pool), entry_of(IN_ZONE, 1)
-    held = pool.try_acquire_on(Resource(gpu=1), 1, ["a"])
+    held = pool.try_acquire_apart(Resource(gpu=1), 1, [])
     assert held is not None
     assert not room.reserve(entry_of(Resource(gpu=1), 5), [head]), "4 fit on b and c, and d drains"
     assert not room.reserve(entry_of(Resource(gpu=1), 1), [head, entry_of(Resource(gpu=1), 12)]), "it could use all"
