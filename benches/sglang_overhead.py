@@ -1,4 +1,4 @@
-"""What the SGLang client costs per request, beside a bare aiohttp loop that sends the same bodies in the same run.
+"""What the SGLang client costs per request, beside a bare aiohttp loop that asks for the same in one plain answer.
 
     python benches/sglang_overhead.py --base-url http://127.0.0.1:30000 [--base-url ...] [--json out.json]
 
@@ -24,6 +24,7 @@ import msgspec
 from py_scheduler.adapters.sglang.fleet import SglangFleet
 from py_scheduler.adapters.sglang.requests import generate_body
 from py_scheduler.adapters.sglang.settings import SglangSettings
+from py_scheduler.adapters.sglang.streaming import Streaming
 from py_scheduler.domain.generation import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -100,12 +101,11 @@ async def measure(base_urls: list[str], count: int, concurrency: int, new_tokens
     async with aiohttp.ClientSession(connector=connector) as session:
 
         async def through_bare(number: int, request: GenerationRequest) -> int:
-            body = generate_body(request, settings) | {"rid": request.rid}
+            body = generate_body(request, settings, Streaming.PLAIN) | {"rid": request.rid}
             url = f"{base_urls[number % len(base_urls)]}/generate"
             async with session.post(url, data=msgspec.json.encode(body), headers=JSON) as response:
                 content = await response.read()
-            *_, last, _done, _rest = content.split(b"\n\n")
-            return len(msgspec.json.decode(last.removeprefix(b"data: "))["output_ids"])
+            return len(msgspec.json.decode(content)["output_ids"])
 
         async def through_client(_number: int, request: GenerationRequest) -> int:
             return len((await fleet.generate(request)).token_ids)

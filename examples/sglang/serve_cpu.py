@@ -48,12 +48,24 @@ class ServerFailedError(Exception):
 class CpuServer:
     """One server with all its processes; they end with the block, or with this process, however it ends."""
 
-    def __init__(self, python: str, model: Path, log: Path, *, port: int = 0, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        python: str,
+        model: Path,
+        log: Path,
+        *,
+        port: int = 0,
+        streams_increments: bool = True,
+        flags: Sequence[str] = (),
+    ) -> None:
         self.port = port or free_port()
         self.base_url = f"http://{HOST}:{self.port}"
         self.log = log
         address = ("--host", HOST, "--port", str(self.port))
         self._command = [python, "-m", "sglang.launch_server", "--model-path", str(model.resolve()), *address, *FLAGS]
+        if streams_increments:
+            # Each event has what is new: the bytes of a generation would otherwise grow with the square of its length.
+            self._command.append("--incremental-streaming-output")
         self._command += flags
         self._process: subprocess.Popen[bytes] | None = None
 

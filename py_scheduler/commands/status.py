@@ -56,6 +56,8 @@ def _server_lines(info: ServerInfo) -> list[str]:
     ]
     for engine in info.engines:
         model = engine.error or f"{engine.model_name}  weights {engine.weight_version or '-'}"
+        if engine.streaming:
+            model += f"  streams {engine.streaming}"
         lines.append(f"engine     {engine.role}  {model}")
     for node in info.nodes:
         free = " ".join(f"{share:.2f}" for share in node.free_gpus)

@@ -153,6 +153,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     log_prob_kind: LogProbKind
     default_max_new_tokens: int | None = None
     """What a request gets that says none; None: nobody knows."""
+    streaming: str = ""
+    """How tokens come from its server, where there is more than one way."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, gc=False):

@@ -175,7 +175,9 @@ class EvaluatorSpecView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationBackendView(msgspec.Struct, frozen=True, kw_only=True):
-    """The language model in one role. error: why nothing is known of it; empty when something is."""
+    """The language model in one role. error: why nothing is known of it; empty when something is. streaming: how tokens
+    come from its server (`increments`, `cumulative` or `plain` from SGLang); empty where there is only one way.
+    """
 
     role: str
     model_name: str
@@ -183,6 +185,7 @@ class GenerationBackendView(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_length: int
     error: str = ""
+    streaming: str = ""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):

@@ -111,4 +111,5 @@ async def engine_view(role: str, engine: GenerationBackend) -> GenerationBackend
         weight_version=info.weight_version,
         vocab_size=info.vocab_size,
         context_length=info.context_length,
+        streaming=info.streaming,
     )

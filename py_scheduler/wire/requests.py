@@ -303,6 +303,7 @@ def encode_server_info(info: ServerInfo) -> service.GetServerInfoResponse:
             vocab_size=engine.vocab_size,
             context_length=engine.context_length,
             error=safe_text(engine.error),
+            streaming=safe_text(engine.streaming),
         )
     message.nodes.extend(map(encode_node, info.nodes))
     return message
@@ -329,6 +330,7 @@ def decode_server_info(message: service.GetServerInfoResponse) -> ServerInfo:
                 vocab_size=engine.vocab_size,
                 context_length=engine.context_length,
                 error=engine.error,
+                streaming=engine.streaming,
             )
             for engine in message.engines
         ),

@@ -103,7 +103,12 @@ async def test_server_info(served: Served, client: SchedulerClient) -> None:
         ),
         engines=(
             GenerationBackendView(
-                role="student", model_name="m", weight_version="7", vocab_size=49_152, context_length=2_048
+                role="student",
+                model_name="m",
+                weight_version="7",
+                vocab_size=49_152,
+                context_length=2_048,
+                streaming="increments",
             ),
             GenerationBackendView(
                 role="teacher", model_name="", weight_version="", vocab_size=0, context_length=0, error="is away"

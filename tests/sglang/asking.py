@@ -44,6 +44,7 @@ LOOK_SECONDS = 0.02
 SETTINGS = SglangSettings(
     retry=RetrySettings(attempts=3, base_seconds=0.01, max_seconds=0.05),
     stream_interval=1,
+    cumulative_events=CONTEXT_LENGTH,
     control_timeout_seconds=30.0,
 )
 
@@ -59,8 +60,9 @@ def request(
 class RealSglang:
     """Looks at a server and sets it up, over connections of its own."""
 
-    def __init__(self, base_url: str, model: Path) -> None:
+    def __init__(self, base_url: str, model: Path, *, streams_increments: bool = True) -> None:
         self.base_url = base_url
+        self.streams_increments = streams_increments
         self._model = str(model)
 
     async def __aenter__(self) -> Self:

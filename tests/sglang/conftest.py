@@ -20,6 +20,7 @@ TINY_MODEL = Path(os.environ.get("TEST_TINY_MODEL", ""))
 TRAINED_MODEL = TINY_MODEL / "trained"
 """The same with other weights."""
 SMOLLM2 = Path(os.environ.get("TEST_SMOLLM2", ""))
+both_ways = pytest.mark.parametrize("real", [0, 1], ids=["increments", "cumulative"], indirect=True)
 collect_ignore_glob = [] if PYTHON else ["test_*.py"]
 
 FLAGS = ("--max-running-requests", str(MAX_RUNNING), "--max-queued-requests", str(MAX_QUEUED))
@@ -27,9 +28,14 @@ FLAGS = ("--max-running-requests", str(MAX_RUNNING), "--max-queued-requests", st
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[CpuServer]]:
-    """Two of the tiny model, which start side by side. Who ends one starts it again."""
+    """Two of the tiny model, which start side by side. Who ends one starts it again. The first streams increments, and
+    each event of the second repeats the output so far.
+    """
     folder = tmp_path_factory.mktemp("sglang")
-    pair = [CpuServer(PYTHON, TINY_MODEL, folder / f"sglang{n}.log", flags=FLAGS) for n in range(2)]
+    pair = [
+        CpuServer(PYTHON, TINY_MODEL, folder / f"sglang{n}.log", streams_increments=n == 0, flags=FLAGS)
+        for n in range(2)
+    ]
     try:
         for server in pair:
             server.start()
@@ -51,15 +57,17 @@ def smollm2_server(tmp_path: Path) -> Iterator[CpuServer]:
 async def pair(servers: list[CpuServer]) -> AsyncIterator[list[RealSglang]]:
     """Whatever a test did, nothing decodes on afterwards, and the next one finds them as they were started."""
     async with AsyncExitStack() as stack:
-        both = [await stack.enter_async_context(RealSglang(server.base_url, TINY_MODEL)) for server in servers]
+        looks = [RealSglang(server.base_url, TINY_MODEL, streams_increments=n == 0) for n, server in enumerate(servers)]
+        both = [await stack.enter_async_context(real) for real in looks]
         yield both
         for real in both:
             await real.restore()
 
 
 @pytest.fixture
-def real(pair: list[RealSglang]) -> RealSglang:
-    return pair[0]
+def real(request: pytest.FixtureRequest, pair: list[RealSglang]) -> RealSglang:
+    """The one that streams increments, or as a test asks for with `both_ways`."""
+    return pair[getattr(request, "param", 0)]
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,12 @@ import pytest
 from py_scheduler.domain.generation import ChatMessage, FinishReason, Generation, LogProbKind, WeightSpan
 from py_scheduler.errors import ContextOverflowError
 from tests.sglang.asking import FIRST_PLAIN_TOKEN, PROMPT, USABLE_CONTEXT, VOCAB_SIZE, request
+from tests.sglang.conftest import both_ways
 
 if TYPE_CHECKING:
     from tests.sglang.asking import RealSglang, Reference
 
+pytestmark = both_ways
 TOLERANCE = 1e-4
 PROMPTS = [PROMPT, (200,), tuple(range(FIRST_PLAIN_TOKEN, VOCAB_SIZE)), (9,) * 300]
 
@@ -29,6 +31,9 @@ def own_log_probs(
 async def test_what_the_server_is(real: RealSglang) -> None:
     async with real.engine() as engine:
         info = await engine.model_info()
+        await engine.generate(request())
+        assert await engine.model_info() is info, "its streams are as it says"
+    assert info.streaming == ("increments" if real.streams_increments else "cumulative")
     assert (info.vocab_size, info.context_length) == (VOCAB_SIZE, USABLE_CONTEXT)
     assert (info.weight_version, info.log_prob_kind) == ("default", LogProbKind.SAMPLED)
 
@@ -59,6 +64,17 @@ async def test_log_probs_of_sampled_tokens_are_those_of_the_model_at_that_temper
     assert len(generation.token_ids) == len(generation.log_probs) == 64
     expected = own_log_probs(reference, PROMPT, generation, temperature)
     assert generation.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_the_text_is_the_same_however_it_comes(real: RealSglang) -> None:
+    """What this model says ends inside a character at nearly every token."""
+    async with real.engine(streaming="plain") as engine:
+        plain = await engine.generate(request(max_new_tokens=200, temperature=0.0))
+    for interval in (1, 3, 16):
+        async with real.engine(stream_interval=interval) as engine:
+            generation = await engine.generate(request(max_new_tokens=200, temperature=0.0))
+        assert (generation.text, generation.token_ids) == (plain.text, plain.token_ids)
+        assert generation.log_probs == pytest.approx(plain.log_probs, abs=TOLERANCE)
 
 
 async def test_many_at_once_are_as_exact_as_one(real: RealSglang, reference: Reference) -> None:

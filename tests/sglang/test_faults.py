@@ -21,7 +21,7 @@ from tests.sglang.asking import (
     VOCAB_SIZE,
     request,
 )
-from tests.sglang.conftest import TRAINED_MODEL
+from tests.sglang.conftest import TRAINED_MODEL, both_ways
 from tests.sglang.proxy import Connection, Proxy
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from tests.sglang.asking import RealSglang, Reference
 
+pytestmark = both_ways
 LONG = 4000
 """Tokens; slowed down they take minutes."""
 SLOW_SECONDS = 0.03
@@ -61,6 +62,35 @@ async def test_an_abort_keeps_what_was_generated(real: RealSglang, reference: Re
         await engine.abort("r")
         generation = await task
         assert len(generation.token_ids) >= 20
+        assert_prefix(generation, reference)
+
+
+async def test_an_abort_of_a_plain_generation_keeps_what_was_generated(real: RealSglang, reference: Reference) -> None:
+    await real.slow_down(SLOW_SECONDS)
+    async with real.engine(streaming="plain", abort_grace_seconds=20.0) as engine:
+        task = asyncio.create_task(engine.generate(request(max_new_tokens=LONG)))
+        await real.until_running(1, tokens=len(PROMPT) + 20)
+        await engine.abort("r")
+        generation = await task
+        assert len(generation.token_ids) >= 20
+        assert_prefix(generation, reference)
+
+
+@pytest.mark.parametrize(("streaming", "interval"), [("auto", 3), ("plain", 50)])
+async def test_an_abort_of_what_a_pause_took_back_keeps_all_but_the_last_tokens(
+    real: RealSglang, reference: Reference, streaming: str, interval: int
+) -> None:
+    """It waits to go on, and is told everything at once, whatever was sent before. What SGLang has put into no event
+    yet, it forgets itself; a plain generation has one every 50 tokens, which only SGLang sees.
+    """
+    await real.slow_down(SLOW_SECONDS)
+    async with real.engine(streaming=streaming, stream_interval=3, abort_grace_seconds=20.0) as engine:
+        task = asyncio.create_task(engine.generate(request(max_new_tokens=LONG)))
+        await real.until_running(1, tokens=len(PROMPT) + 60)
+        await real.pause("retract")
+        await engine.abort("r")
+        generation = await task
+        assert len(generation.token_ids) > 60 - interval
         assert_prefix(generation, reference)
 
 
@@ -104,6 +134,17 @@ async def test_an_abort_while_the_server_is_paused(real: RealSglang, reference: 
 async def test_a_cancelled_generation_stops_at_the_server(real: RealSglang) -> None:
     await real.slow_down(SLOW_SECONDS)
     async with real.engine() as engine:
+        task = asyncio.create_task(engine.generate(request(max_new_tokens=LONG)))
+        await real.until_running(1)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await real.until_idle()
+
+
+async def test_a_plain_generation_that_is_cancelled_stops_at_the_server(real: RealSglang) -> None:
+    await real.slow_down(SLOW_SECONDS)
+    async with real.engine(streaming="plain") as engine:
         task = asyncio.create_task(engine.generate(request(max_new_tokens=LONG)))
         await real.until_running(1)
         task.cancel()

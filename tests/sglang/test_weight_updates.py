@@ -12,7 +12,7 @@ from py_scheduler.domain.generation import STUDENT, ChatMessage, OnWeightUpdate,
 from py_scheduler.domain.results import AgentResult, Outcome, Reward
 from py_scheduler.errors import EngineRejectedError
 from tests.sglang.asking import ANSWER_SECONDS, FIRST_VERSION, PROMPT, TRAINED_VERSION, RealSglang, assert_exact
-from tests.sglang.conftest import TINY_MODEL, TRAINED_MODEL
+from tests.sglang.conftest import TINY_MODEL, TRAINED_MODEL, both_ways
 from tests.sglang.training import training
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Conversation(LongTurn):
         return AgentResult()
 
 
+@both_ways
 @pytest.mark.parametrize("mode", PauseMode)
 async def test_pause_update_continue_in_mid_generation(real: RealSglang, reference: Reference, mode: PauseMode) -> None:
     """The new weights are the old ones under another name, so the whole must be what one generation would have been."""

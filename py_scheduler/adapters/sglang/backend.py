@@ -9,9 +9,10 @@ Invariants:
   EngineUnavailableError with the tokens so far as `partial`, whose finish reason is ABORT: never taken for complete.
 - Nothing is sent that `check_request` has not passed.
 
-Generations are streamed, so that a closed connection frees the request at once and tokens received are kept. Each event
-repeats the whole output so far; only the newest is decoded. The matched stop token is part of the ids that come back (a
-matched stop string is in the ids, not in the text), and log-probs are scaled by temperature.
+Generations are streamed unless that is turned off, so that a closed connection frees the request at once (a plain one
+after some three seconds) and tokens received are kept: in increments where the server has them, else in a few events
+that repeat the output so far (see `streaming.py`). The matched stop token is part of the ids that come back (a matched
+stop string is in the ids, not in the text), and log-probs are scaled by temperature.
 """
 
 from __future__ import annotations
@@ -36,16 +37,12 @@ from py_scheduler.adapters.in_flight import Flight, Flights
 from py_scheduler.adapters.request_checks import check_request
 from py_scheduler.adapters.sglang.answers import Loads, Tokenized
 from py_scheduler.adapters.sglang.control import SglangControl
-from py_scheduler.adapters.sglang.events import (
-    NOTHING,
-    SERVER_ERRORS,
-    decode_event,
-    read_generation,
-    read_partial,
-)
+from py_scheduler.adapters.sglang.events import SERVER_ERRORS
 from py_scheduler.adapters.sglang.model import ServedModel
+from py_scheduler.adapters.sglang.output import Output
 from py_scheduler.adapters.sglang.requests import BAD_REQUEST, AttemptFailedError, generate_body, refusal
 from py_scheduler.adapters.sglang.settings import SglangSettings
+from py_scheduler.adapters.sglang.streaming import Silence
 from py_scheduler.domain.generation import (
     FinishReason,
     Generation,
@@ -130,10 +127,10 @@ class SglangBackend(SglangControl):
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See GenerationBackend. EngineUnavailableError carries tokens that were received as `partial`."""
-        body = generate_body(request, self._settings)
-        retry = self._settings.retry
+        retry, wanted = self._settings.retry, request.sampling.max_new_tokens
         with self._flights.enter(request.rid) as flight:
-            check_request(request, await self.model_info(), body["sampling_params"]["max_new_tokens"])
+            info = await self.model_info()
+            check_request(request, info, self._settings.default_max_new_tokens if wanted is None else wanted)
             if request.sampling.sampling_seed is not None:
                 self._model.warn_of_ignored_seed()
             failed = 0
@@ -141,7 +138,7 @@ class SglangBackend(SglangControl):
                 rid = f"{request.rid}~{self._nonce}{next(self._attempt_numbers)}"
                 try:
                     await self._check_vocabulary(request, flight)
-                    return await self._attempt(rid, body, flight, fresh=failed > 0)
+                    return await self._attempt(rid, request, flight, fresh=failed > 0)
                 except AttemptFailedError as failure:
                     failed += 1
                     if self._is_behind_router:
@@ -155,7 +152,7 @@ class SglangBackend(SglangControl):
                     async with flight.watched():
                         await asyncio.sleep(retry.wait_seconds(failed))
                 except TimeoutError:
-                    return self._cut_short(flight, None, "closed while waiting for a retry")
+                    return self._cut_short(flight, Output(), "closed while waiting for a retry")
 
     async def abort(self, rid: str) -> None:
         """Returns when the generation has ended or, after `abort_grace_seconds`, its connection is being closed.
@@ -195,54 +192,59 @@ class SglangBackend(SglangControl):
             raise AttemptFailedError(str(error) or "no answer in time") from error
         check_request(request, info, 1)
 
-    async def _attempt(self, rid: str, body: dict[str, Any], flight: Flight, *, fresh: bool) -> Generation:
-        newest: bytes | None = None
-        over = False
+    async def _attempt(self, rid: str, request: GenerationRequest, flight: Flight, *, fresh: bool) -> Generation:
+        body = generate_body(request, self._settings, self._model.streaming)
+        silence, output, over = Silence.of(body, self._settings), Output(), False
         try:
-            async with flight.watched(self._settings.first_token_timeout_seconds):
+            async with flight.watched(silence.first_seconds):
                 flight.backend_rid = rid
                 async with self._http.post("/generate", body | {"rid": rid}, fresh=fresh) as response:
                     if response.status != HTTP_OK:
                         content = await body_of(response)
                         over = True
                         raise self._refusal(response.status, error_message(content))
+                    if not body["stream"]:
+                        content = await body_of(response)
+                        over = True
+                        output.add(content)
                     async for payload in sse_payloads(response.content):
+                        flight.allow(silence.next_seconds)
                         if payload == DONE:
                             over = True  # Read on to the end of the body: only then can the connection be used again.
                         else:
-                            newest = payload
-                        flight.allow(self._settings.idle_read_timeout_seconds)
+                            output.add(payload)
             if not over:
                 raise aiohttp.ClientPayloadError("the stream ended before the generation did")
         except aiohttp.ClientConnectorError as error:
             over = True  # It never reached the server.
-            return self._cut_short(flight, newest, str(error))
+            return self._cut_short(flight, output, str(error))
         except LOST_CONNECTION as error:
             if not over:
                 over = True
                 await asyncio.wait({self._flights.clean_up(self._abort_at_server(rid))})
-                return self._cut_short(flight, newest, str(error) or "no answer in time")
+                return self._cut_short(flight, output, str(error) or "no answer in time")
         finally:
             flight.backend_rid = ""
             if not over:
                 self._flights.clean_up(self._abort_at_server(rid))  # type: ignore[unused-awaitable]
-        return self._finished(flight, newest)
+        return self._finished(flight, output)
 
-    def _finished(self, flight: Flight, payload: bytes | None) -> Generation:
+    def _finished(self, flight: Flight, output: Output) -> Generation:
         """What the last event of a stream that ended properly says."""
-        if payload is None:
-            return self._cut_short(flight, None, "the stream was empty")
-        event = decode_event(payload)
-        if event.error is not None:
-            raise self._refusal(event.error.code or BAD_REQUEST, event.error.message)
-        finish = event.finish
+        if not output.settle():
+            return self._cut_short(flight, output, "the stream was empty")
+        if output.streaming is not None:
+            self._model.streams(output.streaming)
+        if output.refused is not None:
+            raise self._refusal(output.refused.code or BAD_REQUEST, output.refused.message)
+        finish = output.finish
         status = finish.status_code
         if finish.type is FinishReason.ABORT and status is not None and not flight.abort_requested:
             # Not somebody's abort but the server's own failure or refusal.
             if status >= SERVER_ERRORS:
-                return self._cut_short(flight, payload, str(finish.message))
+                return self._cut_short(flight, output, str(finish.message))
             raise self._refusal(status, str(finish.message))
-        generation = read_generation(event)
+        generation = output.whole()
         if generation.weight_spans:
             self._model.has_weights(generation.weight_spans[-1].version)
         return generation
@@ -250,13 +252,9 @@ class SglangBackend(SglangControl):
     def _refusal(self, status: int, message: str) -> Exception:
         return refusal(status, message, of_router=self._is_behind_router)
 
-    def _cut_short(self, flight: Flight, payload: bytes | None, reason: str) -> Generation:
+    def _cut_short(self, flight: Flight, output: Output, reason: str) -> Generation:
         """The outcome of an attempt that did not end properly: what it brought so far, if an abort was wanted."""
-        partial = NOTHING
-        if payload is not None:
-            event = decode_event(payload)
-            if event.error is None:
-                partial = read_partial(event)
+        partial = output.partial()
         if flight.abort_requested:
             return partial
         if not partial.token_ids and not flight.was_cut:

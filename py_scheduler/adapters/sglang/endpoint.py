@@ -111,6 +111,11 @@ class Endpoint:
         return known.weight_version if known is not None else ""
 
     @property
+    def streaming(self) -> str:
+        known = self.backend.known_model or self.info
+        return known.streaming if known is not None else ""
+
+    @property
     def has_room(self) -> bool:
         limit = self._settings.max_concurrency
         return self.is_up and (limit is None or self.in_flight < limit)

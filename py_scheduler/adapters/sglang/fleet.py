@@ -137,6 +137,7 @@ class SglangFleet(FleetControl):
             context_length=min(each.info.context_length for each in self._endpoints if each.info is not None),
             weight_version=next((each.weight_version for each in self._endpoints if each.is_up), "")
             or self._model.weight_version,
+            streaming=" and ".join(sorted({each.streaming for each in self._endpoints if each.is_up})),
         )
 
     async def encode(self, text: str) -> list[int]:

@@ -3,6 +3,7 @@
 Invariants
 
 - The server is asked once, and again only by `refresh`. In between the weight version follows what generations report.
+- How it streams follows what it said when it was asked last, and what its streams have shown since.
 - The size of the vocabulary, once known, stays that of the model of this name. It is 0 only while the server was paused
   each time it was asked: a paused server does not answer the one question that tells it.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler.adapters.http_client import LOST_CONNECTION, body_of, error_message
+from py_scheduler.adapters.sglang.streaming import Streaming
 from py_scheduler.domain.generation import LogProbKind, ModelInfo
 from py_scheduler.errors import EngineUnavailableError
 
@@ -52,6 +54,10 @@ class ServedModel:
         self._asking = asyncio.Lock()
         self._asking_vocabulary = asyncio.Lock()
         self._ignores_seeds = False
+        chosen = settings.streaming
+        self.streaming = Streaming.CUMULATIVE if chosen == "auto" else Streaming(chosen)
+        """How it is asked for tokens. Of a stream that comes otherwise nothing is lost: it only costs more."""
+        self._told = set[Streaming]()
 
     async def known(self) -> ModelInfo:
         """Raises EngineUnavailableError when the server has not told it yet and does not now."""
@@ -81,6 +87,16 @@ class ServedModel:
         """That, it was seen to have."""
         if self.info is not None and version != self.info.weight_version:
             self.info = msgspec.structs.replace(self.info, weight_version=version)
+
+    def streams(self, streaming: Streaming) -> None:
+        """So it does, as it says or was seen to: generations are asked for accordingly, unless that is set."""
+        if self._settings.streaming == "auto" and streaming is not self.streaming:
+            self.streaming = streaming
+            if self.info is not None:
+                self.info = msgspec.structs.replace(self.info, streaming=streaming)
+        if self.streaming not in self._told:
+            self._told.add(self.streaming)
+            logger.info("%s is asked for %s", self._base_url, self.streaming.words)
 
     def warn_of_ignored_seed(self) -> None:
         """Once: the server takes a seed without a word and draws as it likes."""
@@ -112,10 +128,6 @@ class ServedModel:
             raise EngineUnavailableError(f"{self._base_url} tells of its model in no known way: {error!r}") from error
 
     async def _read_info(self, model: dict[str, Any], server: dict[str, Any]) -> ModelInfo:
-        if server.get("incremental_streaming_output"):
-            raise EngineUnavailableError(
-                f"{self._base_url} streams increments: start it without --incremental-streaming-output"
-            )
         context_length = self._settings.context_length
         if context_length is None and server.get("max_req_input_len") is not None:
             # Not the model's context: the server may have memory for less than that.
@@ -123,6 +135,7 @@ class ServedModel:
         if context_length is None:
             raise EngineUnavailableError(f"{self._base_url} does not tell its context: set context_length")
         self._ignores_seeds = not server.get("enable_deterministic_inference")
+        self.streams(Streaming.INCREMENTS if server.get("incremental_streaming_output") else Streaming.CUMULATIVE)
         # The name that it was started with. In /model_info each update puts the path of its weights in its place.
         name = str(server.get("served_model_name") or server["model_path"])
         return ModelInfo(
@@ -132,6 +145,7 @@ class ServedModel:
             weight_version=str(model.get("weight_version") or "default"),
             log_prob_kind=LogProbKind.SAMPLED,
             default_max_new_tokens=self._settings.default_max_new_tokens,
+            streaming=self.streaming,
         )
 
     def _vocab_size_of(self, name: str) -> int:

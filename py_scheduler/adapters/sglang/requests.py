@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from py_scheduler.adapters.sglang.events import SERVER_ERRORS
+from py_scheduler.adapters.sglang.streaming import Streaming, stream_interval
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError
 
 if TYPE_CHECKING:
@@ -26,17 +27,19 @@ class AttemptFailedError(Exception):
     """Nothing of this attempt was received; the next may do better."""
 
 
-def generate_body(request: GenerationRequest, settings: SglangSettings) -> dict[str, Any]:
+def generate_body(request: GenerationRequest, settings: SglangSettings, streaming: Streaming) -> dict[str, Any]:
     """The body of /generate, without rid. What the request leaves unsaid is left to the server, but for the length."""
     sampling = {field: value for field, value in msgspec.structs.asdict(request.sampling).items() if value is not None}
     sampling.setdefault("max_new_tokens", settings.default_max_new_tokens)
-    if settings.stream_interval is not None:
-        sampling["stream_interval"] = settings.stream_interval
+    is_stream = streaming is not Streaming.PLAIN
+    interval = stream_interval(streaming, sampling["max_new_tokens"], settings)
+    if is_stream and interval is not None:
+        sampling["stream_interval"] = interval
     body = {
         "input_ids": list(request.token_ids),
         "sampling_params": sampling,
         "return_logprob": True,
-        "stream": True,
+        "stream": is_stream,
     }
     return body | {"session_id": request.session_id} if request.session_id else body
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 
 from py_scheduler.adapters.http_client import RetrySettings
@@ -12,8 +14,18 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     default_max_new_tokens: int = 256
     """For a request that says none; the server's own default is 128."""
-    stream_interval: int | None = 16
-    """Tokens between two events: lost at most when a connection breaks, sent anyway when a request is aborted."""
+    streaming: Literal["auto", "increments", "cumulative", "plain"] = "auto"
+    """How tokens are asked for (see Streaming); auto: in increments where the server says that it streams them, and
+    else in a few cumulative events. Plain costs least, and a generation whose connection breaks loses all its tokens.
+    """
+    stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = 16
+    """Tokens between two increments: lost at most when a connection breaks, sent anyway when a request is aborted."""
+    cumulative_events: Annotated[int, msgspec.Meta(ge=1)] = 8
+    """Of a generation that uses all its max_new_tokens, where each event repeats the output so far: a connection that
+    breaks loses at most one part in so many, but never less than stream_interval."""
+    least_tokens_per_second: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """Of one generation. The limits of silence below are longer by the time that the tokens until the next event take
+    at this speed."""
     first_token_timeout_seconds: float = 600.0
     """Queueing and pauses of the server included: it holds new requests while it is paused."""
     idle_read_timeout_seconds: float = 120.0

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 512
 MAX_INPUT = 400
+STREAMS_INCREMENTS = False
+"""Whether a server does."""
 
 
 class _Flight:
@@ -89,7 +91,13 @@ class ControlledSglang:
         return web.json_response({"model_path": "/models/tiny", "weight_version": self.weight_version})
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"model_path": "/models/tiny", "max_req_input_len": MAX_INPUT})
+        return web.json_response(
+            {
+                "model_path": "/models/tiny",
+                "max_req_input_len": MAX_INPUT,
+                "incremental_streaming_output": STREAMS_INCREMENTS,
+            }
+        )
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json()).get("prompt", "")
@@ -137,8 +145,8 @@ class ControlledSglang:
                 reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
             elif len(flight.versions) >= budget:
                 reason = {"type": "length", "length": budget}
-            sent = min(len(flight.versions), budget)
-            event = _event(body, flight.versions[:budget], reason)
+            before, sent = sent, min(len(flight.versions), budget)
+            event = _event(body, flight.versions[:budget], reason, before if STREAMS_INCREMENTS else 0)
             await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def _control(self, request: web.Request) -> web.Response:
@@ -193,20 +201,22 @@ def _obeyed() -> web.Response:
     return web.json_response({"message": "Succeeded", "status": "ok"})
 
 
-def _event(body: dict[str, Any], versions: list[str], reason: dict[str, Any] | None) -> dict[str, Any]:
+def _event(body: dict[str, Any], versions: list[str], reason: dict[str, Any] | None, before: int) -> dict[str, Any]:
+    """`before`: tokens that it leaves out, because they were sent."""
     start, spans = len(body["input_ids"]), list[dict[str, Any]]()
     for number, version in enumerate(versions):
         if spans and spans[-1]["version"] == version:
             spans[-1]["end"] = number + 1
         else:
             spans.append({"version": version, "start": number, "end": number + 1})
-    ids = list(range(start, start + len(versions)))
+    ids = list(range(start + before, start + len(versions)))
     meta = {
         "id": body["rid"],
         "finish_reason": reason,
         "prompt_tokens": start,
         "weight_version": versions[-1] if versions else "default",
-        "weight_versions": spans,
+        "weight_versions": spans if reason is not None else None,
+        "output_token_logprobs_length": len(versions),
         "output_token_logprobs": [[-token_id / 100, token_id, None] for token_id in ids],
     }
     return {"text": "".join(f"<{token_id}>" for token_id in ids), "output_ids": ids, "meta_info": meta}

@@ -15,13 +15,16 @@ import msgspec
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 VOCAB_SIZE = 512
 INPUT_MARGIN = 4
 FIRST_TOKEN = 100
+ABORTED = {"type": "abort", "message": "Aborted"}
+STREAMS_INCREMENTS = False
+"""Whether a server does of which nothing is said."""
 
 
 @dataclass
@@ -47,6 +50,10 @@ class Script:
     weight_versions: list[dict[str, Any]] | None = None
     event: bytes | None = None
     """Sent in place of anything that is generated."""
+    is_taken_back: bool = False
+    """When it is aborted, it waits to go on after its memory was taken from it: then the last event has everything."""
+    pieces: Sequence[bytes] | None = None
+    """Written one by one in place of anything that is generated; then the connection is dropped."""
     misaligned_after: int | None = None
     """The log-probs of tokens from this one on are those of other tokens."""
 
@@ -69,7 +76,10 @@ class ScriptedSglang:
     connections: set[int] = field(default_factory=set)
     died_of: str = ""
     base_url: str = ""
-    streams_increments: bool = False
+    streams_increments: bool = field(default_factory=lambda: STREAMS_INCREMENTS)
+    """As --incremental-streaming-output has it; else each event repeats the output."""
+    tells_increments: bool = True
+    """Whether /server_info is right about that."""
     tells_vocabulary: bool = True
     heeds_seeds: bool = False
     model_name: str = "tiny"
@@ -163,7 +173,7 @@ class ScriptedSglang:
                 "served_model_name": self.model_name,
                 "context_length": None,
                 "max_req_input_len": self.context_length - INPUT_MARGIN,
-                "incremental_streaming_output": self.streams_increments,
+                "incremental_streaming_output": self.streams_increments is self.tells_increments,
                 "enable_deterministic_inference": self.heeds_seeds,
             }
         )
@@ -222,70 +232,153 @@ class ScriptedSglang:
         return await self._stream(request, body, script)
 
     async def _stream(self, request: web.Request, body: dict[str, Any], script: Script) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        reply = _Reply(request, body, script, increments=self.streams_increments)
+        await reply.begin()
         rid, ids, wanted = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
         if any(not 0 <= token_id < self.vocab_size for token_id in ids):
             self.died_of = rid
             _drop(request)
-            return response
+            return reply.response
         refused = script.message if script.status != 200 else None
         if len(ids) + wanted > self.context_length:
             refused = "Requested token count exceeds the model's maximum context length of 1000 tokens."
         if rid in self.running:
             refused = f"Duplicate request ID detected: {rid}"
         if refused is not None:
-            await _send(response, {"error": {"message": refused, "code": 400, "retryable": False}})
+            await reply.refuse(refused)
         else:
             aborted = self.running[rid] = asyncio.Event()
             self.most_running = max(self.most_running, len(self.running))
             self._changed.set()
             try:
-                if not await self._generation(request, response, body, script, aborted):
-                    return response
+                if not await self._generation(request, reply, body, script, aborted):
+                    return reply.response
             except (asyncio.CancelledError, ConnectionError):
                 self.disconnects.append(rid)
                 raise
             finally:
                 del self.running[rid]
                 self._changed.set()
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+        return await reply.end()
 
     async def _generation(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        body: dict[str, Any],
-        script: Script,
-        aborted: asyncio.Event,
+        self, request: web.Request, reply: _Reply, body: dict[str, Any], script: Script, aborted: asyncio.Event
     ) -> bool:
         """False when the stream was dropped or ended early."""
         if script.event is not None:
-            await response.write(b"data: " + script.event + b"\n\n")
+            await reply.send(script.event)
             return True
+        if script.pieces is not None:
+            for piece in script.pieces:
+                await reply.response.write(piece)
+                await asyncio.sleep(0)
+            if request.transport is not None:
+                request.transport.close()
+            return False
         wanted = body["sampling_params"]["max_new_tokens"]
         silence = asyncio.Event() if script.deaf else aborted
         if script.gate is not None and not await _first(script.gate, silence):
-            await _send(response, _event(body, 0, {"type": "abort", "message": "Aborted"}, script))
+            await reply.tell(0, ABORTED)
             return True
         for count in range(1, wanted + 1):
-            finish = (script.finish or {"type": "length", "length": wanted}) if count == wanted else None
-            await _send(response, _event(body, count, finish, script))
+            await reply.tell(
+                count, (script.finish or {"type": "length", "length": wanted}) if count == wanted else None
+            )
             self.streamed += 1
             self._changed.set()
             if script.disconnect_after == count:
                 _drop(request)
                 return False
             if script.close_after == count:
-                await response.write_eof()
+                await reply.close()
                 return False
             if script.stall_after == count:
                 await silence.wait()
-                await _send(response, _event(body, count, {"type": "abort", "message": "Aborted"}, script))
+                await reply.tell(count, ABORTED)
                 return True
         return True
+
+
+class _Reply:
+    """To one /generate: token i is FIRST_TOKEN + i, its log-prob -i / 100, its text `ti`.
+
+    As SGLang streams: the first token at once, then whenever as many as the request's stream_interval are unsent.
+    """
+
+    def __init__(self, request: web.Request, body: dict[str, Any], script: Script, *, increments: bool) -> None:
+        self._request = request
+        self._body = body
+        self._script = script
+        self._increments = increments
+        self._interval = body["sampling_params"].get("stream_interval", 1)
+        self._sent = 0
+        self._newest = b""
+        self.response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream" if body["stream"] else "application/json"}
+        )
+
+    async def begin(self) -> None:
+        if self._body["stream"]:
+            await self.response.prepare(self._request)
+
+    async def tell(self, count: int, finish: dict[str, Any] | None) -> None:
+        """That so many tokens are there."""
+        unsent = count - self._sent
+        if finish is not None or (self._body["stream"] and (unsent >= self._interval or not self._sent)):
+            await self.send(msgspec.json.encode(self._event(count, finish)))
+            self._sent = count
+
+    async def send(self, event: bytes) -> None:
+        self._newest = event
+        if self._body["stream"]:
+            await self.response.write(b"data: " + event + b"\n\n")
+
+    async def refuse(self, message: str) -> None:
+        if not self._body["stream"]:
+            self.response.set_status(400)
+        await self.send(msgspec.json.encode({"error": {"message": message, "code": 400, "retryable": False}}))
+
+    async def end(self) -> web.StreamResponse:
+        if not self._body["stream"]:
+            finish = (msgspec.json.decode(self._newest).get("meta_info") or {}).get("finish_reason") or {}
+            if finish.get("status_code"):
+                return _error(finish["status_code"], finish["message"], "error")
+            self.response.content_length = len(self._newest)
+            await self.response.prepare(self._request)
+        await self.response.write(b"data: [DONE]\n\n" if self._body["stream"] else self._newest)
+        await self.response.write_eof()
+        return self.response
+
+    async def close(self) -> None:
+        """Properly, but too early."""
+        await self.begin()
+        await self.response.write_eof()
+
+    def _event(self, count: int, finish: dict[str, Any] | None) -> dict[str, Any]:
+        body, script = self._body, self._script
+        new = self._sent if self._increments and body["stream"] else 0
+        token_ids = ids(count)
+        scored: list[list[Any]] = [[-i / 100, token_id, None] for i, token_id in enumerate(token_ids)]
+        if script.misaligned_after is not None:
+            for entry in scored[script.misaligned_after :]:
+                entry[1] += 1
+        meta: dict[str, Any] = {
+            "id": body["rid"],
+            "finish_reason": finish,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": count,
+            "cached_tokens": 1,
+            "weight_version": "default",
+            "output_token_logprobs": scored[new:],
+            "output_token_logprobs_length": count,
+        }
+        if script.weight_versions is not None and finish is not None:
+            meta["weight_versions"] = script.weight_versions
+        text, told_ids = "".join(f"t{i}" for i in range(new, count)), token_ids[new:]
+        if finish is ABORTED and script.is_taken_back:
+            text, told_ids = "".join(f"t{i}" for i in range(count)), token_ids[-1 if new else 0 :]
+            meta["output_token_logprobs"] = scored
+        return {"text": text, "output_ids": told_ids, "meta_info": meta}
 
 
 def ids(count: int) -> list[int]:
@@ -302,30 +395,6 @@ async def _first(gate: asyncio.Event, aborted: asyncio.Event) -> bool:
         for wait in waits:
             wait.cancel()
     return gate.is_set()
-
-
-def _event(body: dict[str, Any], count: int, finish: dict[str, Any] | None, script: Script) -> dict[str, Any]:
-    """Cumulative, as SGLang streams: token i is FIRST_TOKEN + i, its log-prob -i / 100, its text `ti`."""
-    token_ids = ids(count)
-    meta: dict[str, Any] = {
-        "id": body["rid"],
-        "finish_reason": finish,
-        "prompt_tokens": len(body["input_ids"]),
-        "completion_tokens": count,
-        "cached_tokens": 1,
-        "weight_version": "default",
-        "output_token_logprobs": [[-i / 100, token_id, None] for i, token_id in enumerate(token_ids)],
-    }
-    if script.misaligned_after is not None:
-        for entry in meta["output_token_logprobs"][script.misaligned_after :]:
-            entry[1] += 1
-    if script.weight_versions is not None:
-        meta["weight_versions"] = script.weight_versions
-    return {"text": "".join(f"t{i}" for i in range(count)), "output_ids": token_ids, "meta_info": meta}
-
-
-async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
 
 def _error(status: int, message: str, form: str) -> web.Response:

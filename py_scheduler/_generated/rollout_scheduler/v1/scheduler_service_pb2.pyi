@@ -842,6 +842,7 @@ class GenerationEngine(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    STREAMING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     model_name: _builtins.str
     weight_version: _builtins.str
@@ -849,6 +850,8 @@ class GenerationEngine(_message.Message):
     context_length: _builtins.int
     error: _builtins.str
     """Why nothing is known of its model; empty when something is."""
+    streaming: _builtins.str
+    """How tokens come from its server: "increments", "cumulative" or "plain" from SGLang; empty where there is only one way."""
     def __init__(
         self,
         *,
@@ -858,10 +861,11 @@ class GenerationEngine(_message.Message):
         vocab_size: _builtins.int = ...,
         context_length: _builtins.int = ...,
         error: _builtins.str = ...,
+        streaming: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "error", b"error", "model_name", b"model_name", "role", b"role", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "error", b"error", "model_name", b"model_name", "role", b"role", "streaming", b"streaming", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,8 @@ from py_scheduler.errors import EngineUnavailableError
 from tests.support.models.scripted_sglang import Script, ScriptedSglang, ids
 from tests.support.models.sglang_backends import QUICK, engine_on, request
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 async def test_an_abort_keeps_what_was_generated() -> None:
     async with engine_on(abort_grace_seconds=20.0) as (engine, server):

@@ -20,6 +20,8 @@ from tests.support.models.controlled_sglang import ControlledSglang
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 STILL = [PauseMode.RETRACT, PauseMode.IN_PLACE]
 SETTINGS = SglangSettings(
     retry=RetrySettings(attempts=3, base_seconds=0.001, max_seconds=0.002),

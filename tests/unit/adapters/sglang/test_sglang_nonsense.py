@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from py_scheduler.adapters.sglang.backend import SglangBackend
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 DEEP = b"[" * 100_000
 
 

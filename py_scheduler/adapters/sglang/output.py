@@ -1,0 +1,195 @@
+"""What a server has sent of one generation, put together from its events.
+
+Invariants
+
+- What leaves here is whole. Every token id has its log-prob, and the spans of the weights cover each token once, in
+  order. A generation of which the server says otherwise is an error, with the tokens before the fault as `partial`.
+- How the output comes is read off the events, not off what the server was asked or once said: it may have come back
+  with other flags, and the workers of a router may differ. Each event tells how many log-probs there are so far. So it
+  is known to be the whole, the next increment, or neither, which is a fault: no token is lost or had twice.
+- Of a stream that repeats its output the first two events are read, which tell that it does, and then the newest alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from py_scheduler.adapters.sglang.events import UNSAID, Meta, SaidSpan, decode_event
+from py_scheduler.adapters.sglang.streaming import Streaming
+from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
+from py_scheduler.errors import EngineUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from py_scheduler.adapters.sglang.events import Event, Finish, Refused, Scored
+
+_NO_META = Meta()
+
+
+class Output:
+    """Grows by `add`. `streaming`: CUMULATIVE or INCREMENTS as soon as two events with tokens have told; else None.
+
+    `refused`: what came in place of tokens, if anything did. `finish`: as the last event that was read says.
+    """
+
+    def __init__(self) -> None:
+        self.streaming: Streaming | None = None
+        self.refused: Refused | None = None
+        self._token_ids = array("i")
+        self._log_probs = array("d")
+        self._texts: list[str] = []
+        self._spans: list[SaidSpan] = []
+        """The weights that the server named with the event that first had the token."""
+        self._last = _NO_META
+        self._unread: bytes | None = None
+        self._prompt_tokens = self._cached_tokens = 0
+
+    @property
+    def finish(self) -> Finish:
+        return self._last.finish_reason or UNSAID
+
+    def add(self, payload: bytes) -> None:
+        """Takes the next event. Raises EngineUnavailableError for one that cannot be read or does not fit."""
+        if self.streaming is Streaming.CUMULATIVE:
+            self._unread = payload
+        else:
+            self._read(payload)
+
+    def settle(self) -> bool:
+        """Reads what is left to read; False when there was no event at all. Raises as `add` does."""
+        if self._unread is not None:
+            unread, self._unread = self._unread, None
+            self._read(unread)
+        return self._last is not _NO_META or self.refused is not None
+
+    def whole(self) -> Generation:
+        """After the last event. Raises EngineUnavailableError when nobody can tell which weights generated what."""
+        return self._generation(self.finish.type)
+
+    def partial(self) -> Generation:
+        """What came of a generation that did not end properly, as far as its ids and log-probs agree."""
+        try:
+            self.settle()
+        except EngineUnavailableError as error:
+            if not isinstance(error.partial, Generation):
+                raise
+            return error.partial
+        return self._generation(FinishReason.ABORT)
+
+    # -- one event
+
+    def _read(self, payload: bytes) -> None:
+        try:
+            event = decode_event(payload)
+        except EngineUnavailableError as error:
+            error.partial = self._generation(FinishReason.ABORT)
+            raise
+        if event.error is not None:
+            self.refused = event.error
+            return
+        self._last = meta = event.meta_info or Meta()
+        self._prompt_tokens = meta.prompt_tokens or self._prompt_tokens
+        self._cached_tokens = meta.cached_tokens or self._cached_tokens
+        scored = meta.output_token_logprobs or []
+        total = len(scored) if meta.output_token_logprobs_length is None else meta.output_token_logprobs_length
+        if len(scored) >= total:
+            self._take_whole(event, scored, total)
+        elif len(self._token_ids) + len(scored) == total:
+            self.streaming = Streaming.INCREMENTS
+            self._check_ids(event, scored, len(self._token_ids))
+            self._grow(scored, event.text or "")
+        else:
+            message = f"SGLang gave {len(scored)} tokens after {len(self._token_ids)}, which it says make {total}"
+            raise EngineUnavailableError(message, self._cut())
+
+    def _take_whole(self, event: Event, scored: list[Scored], total: int) -> None:
+        known, text = len(self._token_ids), event.text or ""
+        is_aborted = self.finish.type is FinishReason.ABORT
+        if len(scored) < known:
+            if is_aborted:
+                return
+            raise EngineUnavailableError(f"SGLang gave {len(scored)} tokens, and {known} before", self._cut())
+        if self.streaming is Streaming.INCREMENTS:
+            # An increment is never the whole. But who is aborted while he waits to go on, after SGLang had taken back
+            # his memory, is told everything once more, behind an increment that was not sent yet.
+            twice = len(scored) - total
+            scored = scored[twice:]
+            text = text[(len(text) - len("".join(self._texts))) // 2 if twice else 0 :]
+        elif known:
+            self.streaming = Streaming.CUMULATIVE
+        self._check_ids(event, scored, 0)
+        del self._token_ids[:], self._log_probs[:], self._texts[:]
+        self._grow(scored, text)
+
+    def _check_ids(self, event: Event, scored: list[Scored], before: int) -> None:
+        """Raises EngineUnavailableError when they are not those of the log-probs. `before`: the tokens that stay."""
+        token_ids, theirs = event.output_ids or [], [each.token_id for each in scored]
+        if token_ids == theirs:
+            return
+        if self.finish.type is FinishReason.ABORT:
+            if token_ids[: len(theirs)] == theirs:
+                return  # It may end with a token of no meaning and without log-prob.
+            if before == 0 and self.streaming is Streaming.INCREMENTS and token_ids[-1:] == theirs[-1:]:
+                return  # Told everything once more, but for the ids.
+        count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, theirs, strict=False)))
+        if before + count > len(self._token_ids):
+            del self._token_ids[before:], self._log_probs[before:]
+            self._grow(scored[:count], "")
+        message = f"SGLang gave {len(token_ids)} token ids and {len(theirs)} log-probs that do not match them"
+        raise EngineUnavailableError(message, self._cut())
+
+    def _grow(self, scored: Sequence[Scored], text: str) -> None:
+        self._token_ids.fromlist([each.token_id for each in scored])
+        self._log_probs.fromlist([each.log_prob for each in scored])
+        self._texts.append(text)
+        start = self._spans[-1].end if self._spans else 0
+        end, version = len(self._token_ids), self._last.weight_version or "default"
+        if end <= start:
+            return
+        if self._spans and self._spans[-1].version == version:
+            start = self._spans.pop().start
+        self._spans.append(SaidSpan(version, start, end))
+
+    # -- what is made of them
+
+    def _cut(self) -> Generation:
+        """Up to a fault. Without text, which may go on beyond that or end before."""
+        spans = self._told_spans() or self._spans
+        return self._made(FinishReason.ABORT, "", spans)
+
+    def _generation(self, reason: FinishReason) -> Generation:
+        return self._made(reason, "".join(self._texts), self._told_spans() or self._spans)
+
+    def _made(self, reason: FinishReason, text: str, spans: Sequence[SaidSpan]) -> Generation:
+        count = len(self._token_ids)
+        return Generation(
+            token_ids=self._token_ids.tolist(),
+            log_probs=self._log_probs.tolist(),
+            text=text,
+            finish_reason=reason,
+            weight_spans=tuple(
+                [
+                    WeightSpan(span.version, span.start, min(span.end, count))
+                    for span in spans
+                    if span.start < min(span.end, count)
+                ]
+            ),
+            log_prob_kind=LogProbKind.SAMPLED,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+
+    def _told_spans(self) -> Sequence[SaidSpan]:
+        """The server's, which the last event has of a generation that has ended. They may reach further than the
+        tokens: they count those that were left out too.
+        """
+        told, count = self._last.weight_versions, len(self._token_ids)
+        if not told or not count:
+            return ()
+        edges = [0, *(span.end for span in told)]
+        if edges != sorted(edges) or edges[:-1] != [span.start for span in told] or edges[-1] < count:
+            raise EngineUnavailableError(f"SGLang gave {count} tokens and weight versions for others: {told[:10]}")
+        return told
