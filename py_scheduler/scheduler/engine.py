@@ -407,9 +407,9 @@ class Engine:
         """How a submission stands, and why what waits is waiting. Raises NotFoundError."""
         return self._views.submission(selector)
 
-    def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
+    async def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
         """How a task stands; if it waits, what is short where and who is ahead of it. Raises NotFoundError."""
-        return self._views.task(task_id, namespace)
+        return await self._views.task(task_id, namespace)
 
     def runner_views(self) -> list[RunnerView]:
         """Each runner outside this loop, as it stands; what is at work bears its `workflow_id`: batch/task/run."""

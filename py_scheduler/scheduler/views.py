@@ -67,9 +67,9 @@ class Views:
             kept_bytes=record.kept.size,
         )
 
-    def task(self, task_id: str, namespace: str) -> TaskExplanation:
+    async def task(self, task_id: str, namespace: str) -> TaskExplanation:
         """See `Engine.explain_task`."""
-        explanation = self._reasons.explain_task(task_id, namespace)
+        explanation = await self._reasons.explain_task(task_id, namespace)
         backoffs = self._backoffs.task_waits(explanation.submission_id, task_id)
         return msgspec.structs.replace(explanation, waits=explanation.waits + backoffs) if backoffs else explanation
 

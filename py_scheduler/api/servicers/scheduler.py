@@ -73,7 +73,7 @@ class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
         return wire.encode_submission(self._engine.submission(wire.decode_get_request(request)))
 
     async def ExplainTask(self, request: service.ExplainTaskRequest, context: Context) -> service.ExplainTaskResponse:
-        explanation = self._engine.explain_task(*decode_explain_request(request))
+        explanation = await self._engine.explain_task(*decode_explain_request(request))
         return encode_explanation(seen_by(caller(), explanation))
 
     async def AbortSubmission(

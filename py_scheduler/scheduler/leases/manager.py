@@ -120,7 +120,7 @@ class LeaseManager:
                 await self._wait(record, request.timeout_seconds)
         if record.end_reason == _SHUTTING_DOWN:
             raise FailedPreconditionError(_SHUTTING_DOWN)
-        return self._view(record)
+        return await self._view(record)
 
     def renew(self, request: RenewRequest) -> float:
         """Holds a lease for another ttl; for how many seconds that is. Raises LeaseError when it is not held."""
@@ -349,8 +349,9 @@ class LeaseManager:
             )
         return self._pool
 
-    def _view(self, record: LeaseRecord) -> LeaseView:
-        reason = record.end_reason if record.entry is None else self._admission.reasons.why_pending(record.entry)
+    async def _view(self, record: LeaseRecord) -> LeaseView:
+        why_pending = await self._admission.reasons.why_pending(record.entry) if record.entry is not None else ""
+        reason = why_pending if record.state is LeaseState.PENDING else record.end_reason  # It looked for a while.
         return record.view(self._clock.monotonic(), reason)
 
 

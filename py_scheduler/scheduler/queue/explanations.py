@@ -4,9 +4,11 @@ ledger, the ready queue, what is held before it and the room, and changes nothin
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 import itertools
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from py_scheduler.domain.explanations import EntryAhead, TaskExplanation, TaskPhase, TaskWait
 from py_scheduler.domain.leases import NodeShortageView, Shortage
@@ -16,22 +18,29 @@ from py_scheduler.errors import NotFoundError
 from py_scheduler.placement import not_taking, short_words
 from py_scheduler.scheduler.ledger.records import submission_and_number
 from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyLease
-from py_scheduler.scheduler.queue.service_order import ahead_of, describe_ahead
+from py_scheduler.scheduler.queue.service_order import describe_ahead, look_ahead_of
+from py_scheduler.scheduler.queue.staleness_gate import HeldBatch
+from py_scheduler.scheduler.slices import in_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-    from py_scheduler.domain.events import AttemptRef
     from py_scheduler.domain.ports import Clock
+    from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.placement import NodeExplanation, PlacementPool
+    from py_scheduler.scheduler.ledger.records import TaskRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
     from py_scheduler.scheduler.queue.entries import ReadyEntry
     from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
     from py_scheduler.scheduler.queue.service_order import Ahead
-    from py_scheduler.scheduler.queue.staleness_gate import HeldBatch, StalenessGate
+    from py_scheduler.scheduler.queue.staleness_gate import HeldOrder, StalenessGate
+
+_Batch = TypeVar("_Batch", ReadyBatch, HeldBatch)
 
 MAX_NODES_TOLD = 100
 MAX_AHEAD_TOLD = 20
+_STEP = 1_000
+"""Batches or attempts that are looked at before the loop may be given back."""
 _FOREMOST_FIRST = (
     (AttemptState.RUNNING, TaskPhase.RUNNING),
     (AttemptState.LEASED, TaskPhase.LEASED),
@@ -49,6 +58,8 @@ class WaitingReasons:
         self._ledger = ledger
         self._clock = clock
         self._gate = gate
+        self._one_at_a_time = asyncio.Lock()
+        """For looks at the whole queue: many callers at once take no more of each turn of the loop than one."""
         self.is_stopped = False
         """Whether nothing is admitted any more."""
 
@@ -79,23 +90,28 @@ class WaitingReasons:
         submission = self._ledger.submission(submission_id)
         if self._gate is None or submission is None:
             return []
-        return [batch for batch in self._gate.held(submission.key.namespace) if batch.submission_id == submission_id]
+        held = self._gate.held(submission.key.namespace)
+        own = [item for item in held if item[1].submission_id == submission_id]
+        return [batch for _, batch in sorted(own, key=lambda item: item[0])]
 
-    def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
+    async def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
         """How a task stands, and why it waits if it does. Raises NotFoundError."""
-        explainer = TaskExplainer(
-            self._queue,
-            self._ledger,
-            now=self._clock.monotonic(),
-            reason_of=self._reason,
-            held=[] if self._gate is None else self._gate.held(namespace),
-            why_held=self._why_held(namespace),
-        )
-        return explainer.explain(task_id, namespace)
+        async with self._one_at_a_time:
+            explainer = TaskExplainer(
+                self._queue,
+                self._ledger,
+                now=self._clock.monotonic(),
+                reason_of=self._reason,
+                held=[] if self._gate is None else self._gate.held(namespace),
+                why_held=self._why_held(namespace),
+            )
+            return await in_slices(explainer.explain(task_id, namespace))
 
-    def why_pending(self, entry: ReadyLease) -> str:
+    async def why_pending(self, entry: ReadyLease) -> str:
         """Why a lease in the queue is not granted yet."""
-        return self._reason(entry, ahead_of(self._queue, entry, self._clock.monotonic()))
+        async with self._one_at_a_time:
+            ahead = await in_slices(look_ahead_of(self._queue, entry, self._clock.monotonic()))
+        return "" if entry.is_gone else self._reason(entry, ahead)
 
     def _reason(self, entry: ReadyEntry, ahead: Ahead | None = None) -> str:
         if self.is_stopped:
@@ -142,10 +158,11 @@ def _why_blocked(pool: PlacementPool, entry: ReadyEntry) -> str:
 
 
 class TaskExplainer:
-    """Looks at one moment of the queue, and of what is held before it.
+    """Looks at the queue, and at what is held before it, in slices: whatever it tells of was so at some moment of the
+    look, and what a task itself waits for at its end.
 
-    now: monotonic seconds. reason_of: why an entry waits, given what is ahead of it. held: the namespace's, in order;
-    why_held: why they are. What has ended since it was queued may still lie in the queue, and is not told.
+    now: monotonic seconds. reason_of: why an entry waits, given what is ahead of it. held: the namespace's, each with
+    its place; why_held: why they are. What has ended since it was queued may still lie in either, and is not told.
     """
 
     def __init__(
@@ -155,7 +172,7 @@ class TaskExplainer:
         *,
         now: float,
         reason_of: Callable[[ReadyEntry, Ahead], str],
-        held: Sequence[HeldBatch] = (),
+        held: Sequence[tuple[HeldOrder, HeldBatch]] = (),
         why_held: str = "",
     ) -> None:
         self._queue = queue
@@ -166,19 +183,21 @@ class TaskExplainer:
         self._held = held
         self._why_held = why_held
 
-    def explain(self, task_id: str, namespace: str) -> TaskExplanation:
+    def explain(self, task_id: str, namespace: str) -> Generator[None, None, TaskExplanation]:
         """How a task stands. Raises NotFoundError for one that was never accepted, or is forgotten."""
         submission_id, _ = submission_and_number(task_id)
         submission = self._ledger.find(SubmissionSelector(submission_id=submission_id, namespace=namespace))
         if submission is None or not submission.has_had(task_id):
             raise NotFoundError(f"no task has the id {task_id!r} in namespace {namespace!r}")
         batch_id = submission.key.batch_id
+        queued = _count_states(self._ledger.task(task_id))[AttemptState.QUEUED]
+        waits = (yield from self.waits_of(submission_id, task_id, queued)) if queued else ()
         task = self._ledger.task(task_id)
         if task is None:
             return TaskExplanation(
                 task_id=task_id, submission_id=submission_id, batch_id=batch_id, phase=TaskPhase.DONE
             )
-        counts = Counter(subtask.state for subtask in task.subtasks)
+        counts = _count_states(task)
         return TaskExplanation(
             task_id=task_id,
             submission_id=submission_id,
@@ -188,45 +207,77 @@ class TaskExplainer:
             queued_attempts=counts[AttemptState.QUEUED],
             leased_attempts=counts[AttemptState.LEASED],
             running_attempts=counts[AttemptState.RUNNING],
-            waits=self.waits_of(submission_id, task_id),
+            waits=waits,
         )
 
-    def waits_of(self, submission_id: str, task_id: str) -> tuple[TaskWait, ...]:
-        """The batches that hold attempts of the task, in the order of service."""
-        batches = [(entry, self._waiting_refs(entry)) for entry in self._queue.batches_of(submission_id)]
-        waits = [self._wait_in_queue(entry, refs) for entry, refs in batches if _are_of(task_id, refs)]
-        for place, batch in enumerate(self._held):
-            refs = self._waiting_refs(batch)
-            if _are_of(task_id, refs):
-                waits.append(self._wait_before_queue(place, batch, refs))
+    def waits_of(self, submission_id: str, task_id: str, attempts: int) -> Generator[None, None, tuple[TaskWait, ...]]:
+        """The batches that hold attempts of the task, in the order of service. attempts: how many there are at most."""
+        waits: list[TaskWait] = []
+        batches = list(self._queue.batches_of(submission_id))
+        for entry in (yield from self._with_attempts_of(task_id, batches, attempts)):
+            ahead = yield from look_ahead_of(self._queue, entry, self._now, MAX_AHEAD_TOLD, self._is_there)
+            told = yield from self._told_of(ahead.first)
+            if self._is_there(entry):
+                reason = self._reason_of(entry, ahead)
+                waits.append(self._wait(entry, reason, entry.bypassed, told, ahead.in_all))
+        attempts -= sum([wait.attempts for wait in waits])
+        order_of = {id(batch): order for order, batch in self._held}
+        held = [batch for _, batch in self._held]
+        for batch in (yield from self._with_attempts_of(task_id, held, attempts)):
+            before, place = yield from self._held_before(order_of[id(batch)])
+            told = yield from self._told_of(before)
+            if self._waiting(batch):
+                waits.append(self._wait(batch, self._why_held, 0, told, place))
         return tuple(waits)
 
-    def _wait_in_queue(self, entry: ReadyBatch, refs: Sequence[AttemptRef]) -> TaskWait:
-        ahead = ahead_of(self._queue, entry, self._now, MAX_AHEAD_TOLD, self._is_there)
-        return self._wait(
-            entry,
-            refs,
-            self._reason_of(entry, ahead),
-            entry.bypassed,
-            map(self._entry_ahead, ahead.first),
-            ahead.in_all,
-        )
+    def _with_attempts_of(
+        self, task_id: str, batches: Iterable[_Batch], attempts: int
+    ) -> Generator[None, None, list[_Batch]]:
+        """Those of these batches in which attempts of the task wait."""
+        found: list[_Batch] = []
+        for number, batch in enumerate(batches):
+            if any(attempt.ref.task_id == task_id for attempt in batch.attempts):
+                count = sum([attempt.ref.task_id == task_id for attempt in self._waiting(batch)])
+                attempts -= count
+                found += [batch] * bool(count)
+            if attempts <= 0:
+                break
+            if number % _STEP == 0 or len(batch.attempts) > _STEP:
+                yield
+        return found
 
-    def _wait_before_queue(self, place: int, batch: HeldBatch, refs: Sequence[AttemptRef]) -> TaskWait:
-        return self._wait(
-            batch, refs, self._why_held, 0, map(self._batch_ahead, self._held[: min(place, MAX_AHEAD_TOLD)]), place
-        )
+    def _held_before(self, place: HeldOrder) -> Generator[None, None, tuple[list[HeldBatch], int]]:
+        """The first of what is held before a place, and how many there are."""
+        first: list[tuple[HeldOrder, HeldBatch]] = []
+        in_all = 0
+        for begin in range(0, len(self._held), _STEP):
+            step = [item for item in self._held[begin : begin + _STEP] if item[0] < place and self._waiting(item[1])]
+            in_all += len(step)
+            first = heapq.nsmallest(MAX_AHEAD_TOLD, first + step, key=lambda item: item[0])
+            yield
+        return [batch for _, batch in first], in_all
+
+    def _told_of(self, entries: Iterable[ReadyEntry | HeldBatch]) -> Generator[None, None, list[EntryAhead]]:
+        told: list[EntryAhead] = []
+        for entry in entries:
+            if isinstance(entry, ReadyLease):
+                waiting_seconds = self._now - entry.queued_at
+                told.append(EntryAhead(tokens=entry.tokens, waiting_seconds=waiting_seconds, bypassed=entry.bypassed))
+            elif isinstance(entry, ReadyBatch | HeldBatch) and (waiting := self._waiting(entry)):
+                told.append(self._batch_ahead(entry, waiting))
+            yield
+        return told
 
     def _wait(
         self,
         entry: ReadyBatch | HeldBatch,
-        refs: Sequence[AttemptRef],
         reason: str,
         bypassed: int,
-        ahead: Iterable[EntryAhead],
+        ahead: Sequence[EntryAhead],
         ahead_in_all: int,
     ) -> TaskWait:
-        wanted = self._tokens_at_once(entry, refs)
+        waiting = self._waiting(entry)
+        wanted = self._tokens_at_once(entry, len(waiting))
         free_tokens = max_tokens = 0
         nodes: list[NodeShortageView] = []
         if self._room.pool is not None:
@@ -235,8 +286,8 @@ class TaskExplainer:
             nodes = sorted(map(node_shortage, explanation.nodes), key=lambda node: -node.free_tokens)
         return TaskWait(
             evaluator_id=entry.spec.evaluator_id,
-            tasks=_count_tasks(refs),
-            attempts=len(refs),
+            tasks=_count_tasks(waiting),
+            attempts=len(waiting),
             reason=reason,
             waiting_seconds=self._now - entry.queued_at,
             bypassed=bypassed,
@@ -250,37 +301,34 @@ class TaskExplainer:
             ahead_in_all=ahead_in_all,
         )
 
-    def _entry_ahead(self, entry: ReadyEntry) -> EntryAhead:
-        if isinstance(entry, ReadyLease):
-            waiting_seconds = self._now - entry.queued_at
-            return EntryAhead(tokens=entry.tokens, waiting_seconds=waiting_seconds, bypassed=entry.bypassed)
-        assert isinstance(entry, ReadyBatch)
-        return self._batch_ahead(entry)
-
-    def _batch_ahead(self, entry: ReadyBatch | HeldBatch) -> EntryAhead:
+    def _batch_ahead(self, entry: ReadyBatch | HeldBatch, waiting: Sequence[PlannedAttempt]) -> EntryAhead:
         submission = self._ledger.submission(entry.submission_id)
         assert submission is not None  # an attempt of it is still to be run
-        refs = self._waiting_refs(entry)
         return EntryAhead(
             namespace=submission.key.namespace,
             batch_id=submission.key.batch_id,
-            tasks=_count_tasks(refs),
-            tokens=self._tokens_at_once(entry, refs),
+            tasks=_count_tasks(waiting),
+            tokens=self._tokens_at_once(entry, len(waiting)),
             waiting_seconds=self._now - entry.queued_at,
             bypassed=entry.bypassed if isinstance(entry, ReadyBatch) else 0,
         )
 
     def _is_there(self, entry: ReadyEntry) -> bool:
-        return not isinstance(entry, ReadyBatch) or any(
-            self._ledger.is_waiting(attempt.ref) for attempt in entry.attempts
-        )
+        if not isinstance(entry, ReadyBatch):
+            return not entry.is_gone
+        is_waiting = self._ledger.is_waiting
+        return not entry.is_gone and any(is_waiting(attempt.ref) for attempt in entry.attempts)
 
-    def _waiting_refs(self, entry: ReadyBatch | HeldBatch) -> list[AttemptRef]:
-        return [attempt.ref for attempt in entry.attempts if self._ledger.is_waiting(attempt.ref)]
+    def _waiting(self, batch: ReadyBatch | HeldBatch) -> Sequence[PlannedAttempt]:
+        """Its attempts that still wait."""
+        if isinstance(batch, ReadyBatch) and batch.looked_at == self._queue.generation and not batch.is_gone:
+            return batch.attempts  # Nothing was ended since it was looked at.
+        is_waiting = self._ledger.is_waiting
+        return [attempt for attempt in batch.attempts if is_waiting(attempt.ref)]
 
-    def _tokens_at_once(self, entry: ReadyBatch | HeldBatch, refs: Sequence[AttemptRef]) -> int:
+    def _tokens_at_once(self, entry: ReadyBatch | HeldBatch, attempts: int) -> int:
         """What the entry takes of the pool when it is admitted."""
-        return self._room.tokens_at_once(entry.spec, len(refs), entry.namespace)
+        return self._room.tokens_at_once(entry.spec, attempts, entry.namespace)
 
 
 def node_shortage(node: NodeExplanation) -> NodeShortageView:
@@ -295,10 +343,9 @@ def node_shortage(node: NodeExplanation) -> NodeShortageView:
     )
 
 
-def _are_of(task_id: str, refs: Iterable[AttemptRef]) -> bool:
-    """Whether some of them are the task's."""
-    return any(ref.task_id == task_id for ref in refs)
+def _count_states(task: TaskRecord | None) -> Counter[AttemptState]:
+    return Counter(subtask.state for subtask in task.subtasks) if task is not None else Counter()
 
 
-def _count_tasks(refs: Iterable[AttemptRef]) -> int:
-    return len({ref.task_id for ref in refs})
+def _count_tasks(attempts: Iterable[PlannedAttempt]) -> int:
+    return len({attempt.ref.task_id for attempt in attempts})

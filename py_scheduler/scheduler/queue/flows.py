@@ -59,7 +59,8 @@ class FlowPolicy(msgspec.Struct, frozen=True):
 
 EVEN = FlowPolicy()
 
-_Item = tuple[float, int, int, int, ReadyEntry]
+Item = tuple[float, int, int, int, ReadyEntry]
+"""How an entry lies in a heap: behind its order key."""
 
 
 class Flow:
@@ -76,7 +77,7 @@ class Flow:
         self.count = 0
         # Order keys are unique, so that comparing never comes to the entries, nor to Python code. They lie flat: tuples
         # in tuples are compared twice.
-        self._heaps: dict[Shape, list[_Item]] = {}
+        self._heaps: dict[Shape, list[Item]] = {}
         self._gone = 0
 
     @property
@@ -143,6 +144,10 @@ class Flow:
         """All of them, in no order."""
         entries = (item[_ENTRY] for heap in self._heaps.values() for item in heap)
         return (entry for entry in entries if not entry.is_gone)
+
+    def heaps(self) -> list[list[Item]]:
+        """The entries of each shape, some of them gone: copies, for a look that takes several turns of the loop."""
+        return [heap.copy() for heap in self._heaps.values()]
 
     def charge(self, cost: int) -> None:
         self.virtual_time += cost / self._share

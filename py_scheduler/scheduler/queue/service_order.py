@@ -1,33 +1,44 @@
 """Who is served before an entry of the ready queue, as things stand: for whoever asks why it waits.
 
-It looks at each entry once and sorts only the few that are told of, because the queue may be long. It takes the entries
-of another flow or namespace to be of one size, their average, and what is held to stay so; the first of them are exact.
-Training is owed 4 tokens before an eval's turn, and its 10 batches have 2 tokens on average: 2 of them are ahead.
+It looks at each entry once, in slices, because the queue may be long: a million entries take a fifth of a second, and
+the loop goes on meanwhile. So it tells of the entries that stood there when it began, less those that had gone when it
+came to them. It counts them and keeps only the few that are told of. It takes the entries of another flow or namespace
+to be of one size, their average, and what is held to stay so; the first of them are exact. Training is owed 4 tokens
+before an eval's turn, and its 10 batches have 2 tokens on average: 2 of them are ahead.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
 from py_scheduler.scheduler.queue.entries import ARRIVAL
+from py_scheduler.scheduler.slices import at_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Generator, Iterable
 
     from py_scheduler.scheduler.queue.entries import FlowKey, OrderKey, ReadyEntry
-    from py_scheduler.scheduler.queue.flows import Flow, Flows
+    from py_scheduler.scheduler.queue.flows import Flow, Flows, Item
     from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 
     Ranked = tuple[float, OrderKey, ReadyEntry]
     """An entry, and what decides when it is served: its namespace's level by then, and its own order."""
+    Aged = tuple[float, int, ReadyEntry]
+    """An entry that goes first for its age, behind what decides which of those is first."""
 
-_MAX_EXACT = 4_096
+_Comparable = TypeVar("_Comparable", "Item", "Aged")
+
+_ENTRY: Final = -1
+"""Where the entry stands in an `Item` and in an `Aged`."""
+_MAX_EXACT = 256
 """Beyond so many entries it does not matter which of two namespaces that are level is first."""
+_STEP = 1_000
+"""Entries that are looked at before the loop may be given back."""
 
 
 class Ahead(msgspec.Struct):
@@ -51,28 +62,44 @@ def ahead_of(
     limit: int = 0,
     is_there: Callable[[ReadyEntry], bool] = lambda _: True,
 ) -> Ahead:
-    """Entries for which `is_there` is false are not counted."""
-    entries: dict[str, list[ReadyEntry]] = {name: [] for name in queue.namespaces}
-    for other in queue.entries():
-        if other is not entry and is_there(other):
-            entries[other.flow[0]].append(other)
-    own = queue.namespaces[entry.flow[0]]
-    counts, first = _ahead_in(own, entries.pop(own.namespace), entry, now, limit)
+    """`look_ahead_of` within this turn of the loop."""
+    return at_once(look_ahead_of(queue, entry, now, limit, is_there))
+
+
+def look_ahead_of(
+    queue: ReadyQueue,
+    entry: ReadyEntry,
+    now: float,
+    limit: int = 0,
+    is_there: Callable[[ReadyEntry], bool] = lambda _: True,
+) -> Generator[None, None, Ahead]:
+    """What is ahead of an entry; in slices. When the entry itself has gone meanwhile, nothing is.
+
+    Entries for which `is_there` is false are not counted. It is asked only of those that were not looked at since
+    something was ended.
+    """
+    # All of one moment: whatever is pushed from here on comes later.
+    lines = [_Line(queue, flows, entry, now) for flows in queue.namespaces.values()]
+    for line in lines:
+        yield from line.count(limit, is_there)
+    if entry.is_gone:
+        return Ahead([], {})
+    own = next(line for line in lines if line.namespace == entry.flow[0])
+    counts, first = own.ahead(limit)
     before = sum(counts.values())
     level = queue.shares.level(own.namespace, now)
     each = queue.level_of(entry)
     start = level + before * each if before != len(first) else level + sum(map(queue.level_of, first))
     ranked = _ranked(queue, first, level)
     elsewhere: dict[str, int] = {}
-    for namespace, others in entries.items():
-        flows = queue.namespaces[namespace]
-        left = queue.room.quota_left(namespace)
-        if left is not None and left <= 0:
+    for line in lines:
+        left = queue.room.quota_left(line.namespace)
+        if line is own or (left is not None and left <= 0):
             continue
-        count, foremost = _served_until(queue, flows, others, entry, start, now, limit)
+        count, foremost = line.served_until(start, limit)
         if count:
-            elsewhere[namespace] = count
-            ranked += _ranked(queue, foremost, queue.shares.level(namespace, now))
+            elsewhere[line.namespace] = count
+            ranked += _ranked(queue, foremost, queue.shares.level(line.namespace, now))
     ranked.sort(key=lambda rank: rank[:2])
     return Ahead([other for _, _, other in ranked[:limit]], counts, elsewhere)
 
@@ -86,118 +113,180 @@ def _ranked(queue: ReadyQueue, entries: Iterable[ReadyEntry], level: float) -> l
     return ranked
 
 
-def _served_until(
-    queue: ReadyQueue,
-    flows: Flows,
-    entries: list[ReadyEntry],
-    entry: ReadyEntry,
-    start: float,
-    now: float,
-    limit: int,
-) -> tuple[int, list[ReadyEntry]]:
-    """How many entries of another namespace come before one whose turn is at a level, and the first of them."""
-    level = queue.shares.level(flows.namespace, now)
-    if not entries or level > start:
-        return 0, []
-    each = sum(map(queue.level_of, entries)) / len(entries)
-    turns = (start - level) / each if each else float(len(entries))
-    whole = min(len(entries), math.floor(turns + 1e-9))
-    is_level = math.isclose(turns, whole, abs_tol=1e-9)
-    count = whole if is_level else min(len(entries), math.ceil(turns))
-    wanted = min(len(entries), max(min(limit, count), count + 1 if is_level and count < _MAX_EXACT else 0))
-    first = _first_of(flows, entries, now, wanted)
-    if is_level and count < len(first) and first[count].order < entry.order:
-        count += 1
-    return count, first[: min(limit, count)]
+class _FlowCount:
+    """What one flow has waiting. `before`: of an earlier order than the entry that is asked about. `first`: in order.
+    Apart from these are the `overdue`, which go first for their age; `older` of them are older than that entry.
+    """
+
+    __slots__ = ("before", "before_cost", "cost", "count", "first", "flow", "older", "overdue", "overdue_cost")
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.count = self.cost = self.before = self.before_cost = 0
+        self.overdue = self.overdue_cost = self.older = 0
+        self.first: list[Item] = []
+
+    def ranked(self, limit: int) -> list[tuple[tuple[object, ...], ReadyEntry]]:
+        """The first entries, each with its place among all flows of its namespace."""
+        ranked: list[tuple[tuple[object, ...], ReadyEntry]] = []
+        cost = self.overdue_cost
+        for item in self.first[:limit]:
+            entry: ReadyEntry = item[_ENTRY]
+            ranked.append(((self.flow.is_background, self.flow.time_after(cost), entry.order), entry))
+            cost += entry.cost
+        return ranked
+
+    def turns_until(self, start: float) -> int:
+        """How many of them come before an entry of another flow whose turn is at `start` in virtual time."""
+        if not self.count:
+            return 0
+        each = self.cost / self.count
+        turns = max(0.0, self.flow.cost_until(start) - self.overdue_cost) / each
+        whole = math.floor(turns + 1e-9)
+        count = math.ceil(turns)
+        if self.flow.time_after(self.overdue_cost) <= start and math.isclose(turns, whole, abs_tol=1e-9):
+            # Level at that moment: then the foremost entry of both is first.
+            count = whole + (self.before > whole)
+        return min(self.count, count)
 
 
-def _first_of(flows: Flows, entries: list[ReadyEntry], now: float, limit: int) -> list[ReadyEntry]:
-    """The first entries of a namespace, in the order of service."""
-    overdue, rest, given = _by_age(flows, entries, now)
-    first = heapq.nsmallest(limit, overdue, key=_age)
-    ranked: list[tuple[tuple[object, ...], ReadyEntry]] = []
-    for key, others in rest.items():
-        ranked += _in_flow(flows.waiting[key], given[key], others, limit - len(first))
-    return first + [other for _, other in heapq.nsmallest(limit - len(first), ranked, key=lambda rank: rank[0])]
+class _Line:
+    """What one namespace has waiting beside the entry that is asked about."""
+
+    def __init__(self, queue: ReadyQueue, flows: Flows, entry: ReadyEntry, now: float) -> None:
+        self.namespace = flows.namespace
+        self._queue = queue
+        self._flows = flows
+        self._entry = entry
+        self._now = now
+        self._has_overdue = bool(flows.overdue(now))
+        self._counts = {key: _FlowCount(flow) for key, flow in flows.waiting.items()}
+        self._heaps = [(self._counts[key], heap) for key, flow in flows.waiting.items() for heap in flow.heaps()]
+        self._level = 0.0
+        """How much higher the namespace's level is once all of them were admitted."""
+        self._oldest: list[Aged] = []
+        """The first of those that go first for their age."""
+
+    # Counting
+
+    def count(self, limit: int, is_there: Callable[[ReadyEntry], bool]) -> Generator[None, None, None]:
+        """limit: how many of the first are to be known."""
+        queue, entry = self._queue, self._entry
+        kept = max(limit, _MAX_EXACT) if self.namespace != entry.flow[0] else limit
+        for counted, heap in self._heaps:
+            tokens = 0
+            for begin in range(0, len(heap), _STEP):
+                generation = queue.generation
+                items = [
+                    item
+                    for item in heap[begin : begin + _STEP]
+                    if not (other := item[_ENTRY]).is_gone
+                    and other is not entry
+                    and (other.looked_at == generation or is_there(other))
+                ]
+                tokens += sum([item[_ENTRY].tokens for item in items])
+                self._add(counted, items, kept)
+                yield
+            some: ReadyEntry = heap[0][_ENTRY]  # The others want the same.
+            self._level += queue.shares.level_of(self.namespace, some.shape[0], some.per_sample, tokens)
+        self._heaps.clear()
+
+    def _add(self, counted: _FlowCount, items: list[Item], kept: int) -> None:
+        """Counts entries of one flow and shape."""
+        if not items:
+            return
+        cost: int = items[0][_ENTRY].cost
+        if self._has_overdue:
+            items = self._add_overdue(counted, items, kept)
+        before = sum([item < self._entry.order for item in items])
+        counted.count += len(items)
+        counted.cost += cost * len(items)
+        counted.before += before
+        counted.before_cost += cost * before
+        counted.first = _first_of(counted.first, items, kept)
+
+    def _add_overdue(self, counted: _FlowCount, items: list[Item], kept: int) -> list[Item]:
+        """Counts what goes first for its age; the rest."""
+        rest: list[Item] = []
+        overdue: list[Aged] = []
+        for item in items:
+            other = item[_ENTRY]
+            if self._flows.is_overdue(other, self._now):
+                overdue.append((*_age(other), other))
+                counted.overdue_cost += other.cost
+            else:
+                rest.append(item)
+        counted.overdue += len(overdue)
+        counted.older += sum([aged < _age(self._entry) for aged in overdue])
+        self._oldest = _first_of(self._oldest, overdue, kept)
+        return rest
+
+    # What it comes to
+
+    def ahead(self, limit: int) -> tuple[dict[FlowKey, int], list[ReadyEntry]]:
+        """What is ahead of the entry in its own namespace: how many of each flow, and the first in their order."""
+        entry = self._entry
+        if self._flows.is_overdue(entry, self._now):
+            older = {key: counted.older for key, counted in self._counts.items() if counted.older}
+            return older, [aged[_ENTRY] for aged in self._oldest if aged < _age(entry)][:limit]
+        own = self._counts[entry.flow]
+        start = own.flow.time_after(own.overdue_cost + own.before_cost)
+        counts: dict[FlowKey, int] = {}
+        ranked: list[tuple[tuple[object, ...], ReadyEntry]] = []
+        for key, counted in self._counts.items():
+            count = self._ahead_in(counted, own, start)
+            if count + counted.overdue:
+                counts[key] = count + counted.overdue
+            ranked += counted.ranked(min(limit, count))
+        ranked.sort(key=lambda rank: rank[0])
+        return counts, [*(aged[_ENTRY] for aged in self._oldest), *(other for _, other in ranked)][:limit]
+
+    @staticmethod
+    def _ahead_in(counted: _FlowCount, own: _FlowCount, start: float) -> int:
+        """start: the entry's turn, in virtual time."""
+        if counted is own:
+            return own.before
+        if counted.flow.is_background != own.flow.is_background:
+            return counted.count if own.flow.is_background else 0
+        return counted.turns_until(start)
+
+    def served_until(self, start: float, limit: int) -> tuple[int, list[ReadyEntry]]:
+        """How many entries of this namespace come before one of another whose turn is at a level, and the first of
+        them.
+        """
+        in_all = sum([counted.count + counted.overdue for counted in self._counts.values()])
+        level = self._queue.shares.level(self.namespace, self._now)
+        if not in_all or level > start:
+            return 0, []
+        each = self._level / in_all
+        turns = (start - level) / each if each else float(in_all)
+        whole = min(in_all, math.floor(turns + 1e-9))
+        is_level = math.isclose(turns, whole, abs_tol=1e-9)
+        count = whole if is_level else min(in_all, math.ceil(turns))
+        wanted = min(in_all, max(min(limit, count), count + 1 if is_level and count < _MAX_EXACT else 0))
+        first = self._first(wanted)
+        if is_level and count < len(first) and first[count].order < self._entry.order:
+            count += 1
+        return count, first[: min(limit, count)]
+
+    def _first(self, limit: int) -> list[ReadyEntry]:
+        """The first entries, in the order of service."""
+        first: list[ReadyEntry] = [aged[_ENTRY] for aged in self._oldest[:limit]]
+        left = limit - len(first)
+        ranked = [rank for counted in self._counts.values() for rank in counted.ranked(left)]
+        return first + [other for _, other in heapq.nsmallest(left, ranked, key=lambda rank: rank[0])]
 
 
-def _by_age(
-    flows: Flows, entries: list[ReadyEntry], now: float
-) -> tuple[list[ReadyEntry], dict[FlowKey, list[ReadyEntry]], dict[FlowKey, int]]:
-    """What goes first for its age, the rest by flow, and what the former is charged to each."""
-    overdue: list[ReadyEntry] = []
-    rest: dict[FlowKey, list[ReadyEntry]] = {key: [] for key in flows.waiting}
-    given = dict.fromkeys(flows.waiting, 0)
-    for other in entries:
-        if flows.is_overdue(other, now):
-            overdue.append(other)
-            given[other.flow] += other.cost
-        else:
-            rest[other.flow].append(other)
-    return overdue, rest, given
-
-
-def _ahead_in(
-    flows: Flows, entries: list[ReadyEntry], entry: ReadyEntry, now: float, limit: int
-) -> tuple[dict[FlowKey, int], list[ReadyEntry]]:
-    """What is ahead of an entry in its own namespace: how many of each flow, and the first of them in their order."""
-    overdue, rest, given = _by_age(flows, entries, now)
-    if flows.is_overdue(entry, now):
-        older = [other for other in overdue if _age(other) < _age(entry)]
-        return _counted(older), heapq.nsmallest(limit, older, key=_age)
-    own = flows.waiting[entry.flow]
-    before = [other for other in rest[own.key] if other.order < entry.order]
-    ranked = _in_flow(own, given[own.key], before, limit)
-    counts = _counted([*overdue, *before])
-    start = own.time_after(given[own.key] + sum([other.cost for other in before]))
-    for flow in flows.waiting.values():
-        if flow is own or flow.is_background > own.is_background:
-            continue
-        count = len(rest[flow.key])
-        if flow.is_background == own.is_background:
-            count = _turns_until(start, flow, given[flow.key], rest[flow.key], entry)
-        if count:
-            counts[flow.key] = counts.get(flow.key, 0) + count
-            ranked += _in_flow(flow, given[flow.key], rest[flow.key], min(limit, count))
-    oldest = heapq.nsmallest(limit, overdue, key=_age)
-    return counts, [*oldest, *(other for _, other in sorted(ranked, key=lambda rank: rank[0]))][:limit]
+def _first_of(first: list[_Comparable], more: list[_Comparable], limit: int) -> list[_Comparable]:
+    """The first of both, in order."""
+    if limit and len(first) >= limit:
+        last = first[-1]
+        more = [item for item in more if item < last]
+    return heapq.nsmallest(limit, first + more) if more else first
 
 
 def _age(entry: ReadyEntry) -> tuple[float, int]:
     return entry.queued_at, entry.order[ARRIVAL]
-
-
-def _counted(entries: Iterable[ReadyEntry]) -> dict[FlowKey, int]:
-    counts: dict[FlowKey, int] = {}
-    for entry in entries:
-        counts[entry.flow] = counts.get(entry.flow, 0) + 1
-    return counts
-
-
-def _turns_until(start: float, flow: Flow, given: int, entries: list[ReadyEntry], entry: ReadyEntry) -> int:
-    """How many of another flow's entries come before one whose turn is at `start` in virtual time."""
-    if not entries:
-        return 0
-    each = sum([other.cost for other in entries]) / len(entries)
-    turns = max(0.0, flow.cost_until(start) - given) / each
-    whole = math.floor(turns + 1e-9)
-    count = math.ceil(turns)
-    if flow.time_after(given) <= start and math.isclose(turns, whole, abs_tol=1e-9):
-        # Level at that moment: then the foremost entry of both is first.
-        count = whole + (sum([other.order < entry.order for other in entries]) > whole)
-    return min(len(entries), count)
-
-
-def _in_flow(
-    flow: Flow, given: int, entries: list[ReadyEntry], limit: int
-) -> list[tuple[tuple[object, ...], ReadyEntry]]:
-    """The first entries of a flow, each with its place among all flows of its namespace."""
-    ranked: list[tuple[tuple[object, ...], ReadyEntry]] = []
-    cost = given
-    for entry in heapq.nsmallest(limit, entries, key=lambda entry: entry.order):
-        ranked.append(((flow.is_background, flow.time_after(cost), entry.order), entry))
-        cost += entry.cost
-    return ranked
 
 
 def describe_ahead(queue: ReadyQueue, entry: ReadyEntry, ahead: Ahead) -> str:

@@ -148,12 +148,12 @@ class StalenessGate:
 
     # Questions
 
-    def held(self, namespace: str) -> list[HeldBatch]:
-        """What is held, in the order in which it will go."""
+    def held(self, namespace: str) -> list[tuple[HeldOrder, HeldBatch]]:
+        """What is held, each with its place, in no order, and some of it ended: a copy, for a look that takes several
+        turns of the loop.
+        """
         training = self._trainings.get(namespace)
-        if training is None:
-            return []
-        return [live for _, batch in sorted(training.held, key=lambda item: item[0]) for live in self._live(batch)]
+        return training.held.copy() if training is not None else []
 
     def reason(self, namespace: str) -> str:
         """Why what is held of a namespace waits; empty for one without a limit."""

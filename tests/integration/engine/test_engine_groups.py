@@ -46,7 +46,7 @@ async def test_a_group_is_scored_once_after_its_last_sample_and_holds_no_room() 
         assert pool.free_tokens_for(Resource(gpu=1.0)) == 16
         view = harness.engine.submission(harness.selector(reply))
         assert (view.open_tasks, view.running_attempts) == (1, 0)
-        assert harness.engine.explain_task(reply.task_ids[0], "default").phase is TaskPhase.SCORING
+        assert (await harness.engine.explain_task(reply.task_ids[0], "default")).phase is TaskPhase.SCORING
         agent.gate.set()
         records = await harness.records_until_done(reply)
     assert agent.asked == [("sum", [0, 1, 2, 3, 4])]

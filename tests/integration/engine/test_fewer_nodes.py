@@ -154,7 +154,7 @@ async def test_a_batch_in_the_queue_wants_less_when_nodes_are_lost_and_says_how_
         lose(harness, pool, next(node.node_ip for node in pool.nodes() if min(node.gpu_free) == 1.0))
         await settle()
         assert "needs 8 tokens" in reasons_of(harness, reply)[0]
-        assert harness.engine.explain_task(reply.task_ids[0], "default").waits[0].wanted_tokens == 8
+        assert (await harness.engine.explain_task(reply.task_ids[0], "default")).waits[0].wanted_tokens == 8
         holder.gate.set()
         await harness.until_started(reply, 8)
         await settle()

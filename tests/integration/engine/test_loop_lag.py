@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.leases import AcquireRequest, LeaseState, LeaseTerms, PlacementDemand
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import TaskState
 from py_scheduler.placement import PlacementPool
@@ -61,14 +62,14 @@ async def test_what_no_node_is_left_for_ends_while_the_loop_goes_on(caplog: pyte
 async def test_a_node_that_comes_back_ends_the_refusals_and_what_is_left_runs() -> None:
     agent, pool = GatedAgent(), pool_of("gone")
     async with running_engine(on_a_gpu(agent), pool=pool) as harness:
-        reply = await harness.submit([task_of()] * 5_000, 1)
+        reply = await harness.submit([task_of()] * 2_000, 1)
         await harness.until_started(reply, 1)
         pool.remove_node("gone")
         harness.engine.nodes_have_changed()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         left = len(harness.engine.ledger.open_submissions()[0].open_tasks)
-        assert 1 < left < 5_000, "it is under way"
+        assert 1 < left < 2_000, "it is under way"
         pool.add_node(NodeResource(node_ip="new", gpus=[0], cpu=64, memory_gb=64))
         harness.engine.nodes_have_changed()
         await settle()
@@ -76,3 +77,30 @@ async def test_a_node_that_comes_back_ends_the_refusals_and_what_is_left_runs() 
         agent.gate.set()
         done = await harness.done(reply)
     assert sum(event.state is TaskState.SUCCEEDED for event in done.values()) == left
+
+
+# Whoever asks why something waits
+
+
+async def test_four_explanations_and_a_lease_before_a_long_queue_while_the_loop_goes_on() -> None:
+    agent = GatedAgent()
+    async with running_engine(on_a_gpu(agent), pool=pool_of("node")) as harness:
+        replies = [
+            await harness.submit([task_of()] * 20_000, step, namespace=("default", "b")[step]) for step in range(2)
+        ]
+        await harness.until_started(replies[0], 1)
+        demand = PlacementDemand(budget=GPU, per_sample=GPU, max_tokens=1)
+        terms = LeaseTerms(batch_id=2, demand=demand, ttl_seconds=60.0)
+        with LoopLag() as lag:
+            async with asyncio.TaskGroup() as calls:
+                asked = [calls.create_task(harness.engine.explain_task(replies[1].task_ids[-1], "b")) for _ in range(4)]
+                acquired = calls.create_task(harness.engine.leases.acquire(AcquireRequest(request_id="l", terms=terms)))
+        assert lag.worst_seconds < LIMIT_SECONDS
+        assert lag.turns > 10
+        waits = [task.result().waits[0] for task in asked]
+        assert all(39_990 < wait.ahead_in_all < 40_000 for wait in waits)
+        assert {len(wait.ahead) for wait in waits} == {20}
+        lease = acquired.result()
+        assert lease.state is LeaseState.PENDING
+        assert "are ahead of it" in lease.reason
+        agent.gate.set()

@@ -30,7 +30,7 @@ async def test_each_further_attempt_waits_longer_up_to_the_bound_and_says_why() 
             (waiting,) = harness.engine.submission(harness.selector(reply)).waiting
             assert waiting.reason.startswith("the infrastructure failed the attempt before: attempt")
             assert waiting.task_ids == reply.task_ids
-            (wait,) = harness.engine.explain_task(reply.task_ids[0], "default").waits
+            (wait,) = (await harness.engine.explain_task(reply.task_ids[0], "default")).waits
             assert wait.reason == waiting.reason
             began = clock.now
             while agent.begun["down"] == attempts:

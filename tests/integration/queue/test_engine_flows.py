@@ -35,7 +35,7 @@ async def test_both_progress_as_their_weights_are(weight: float, evals_of_80: in
         counts = Counter(agent.order[4:84])
         assert abs(counts["eval"] - evals_of_80) <= 2
         assert agent.peak == 4
-        waiting = harness.engine.explain_task(evals.task_ids[-1], "default").waits[0]
+        waiting = (await harness.engine.explain_task(evals.task_ids[-1], "default")).waits[0]
         assert f"evals (weight {weight:g})" in waiting.reason
         assert "training (weight 1)" in waiting.reason
 
@@ -59,7 +59,7 @@ async def test_small_evals_do_not_take_the_room_that_a_large_training_batch_is_o
         counts = Counter(agent.order)
         assert most_evals / 2 <= counts["eval"] <= most_evals
         assert counts["training"] >= 36 - most_evals - 4, "less what is gathered for the next"
-        waiting = harness.engine.explain_task(evals.task_ids[-1], "default").waits[0]
+        waiting = (await harness.engine.explain_task(evals.task_ids[-1], "default")).waits[0]
         assert "of training (weight 1)" in waiting.reason
 
 

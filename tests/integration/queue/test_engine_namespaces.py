@@ -136,7 +136,7 @@ async def test_a_quota_of_running_samples_holds_and_is_told_of() -> None:
         await harness.submit([task_of(f"b {n}") for n in range(30)], 1, namespace="b")
         await settle()
         assert Counter(agent.order) == {"a": 2, "b": 6}
-        reason = harness.engine.explain_task(first.task_ids[-1], "a").waits[0].reason
+        reason = (await harness.engine.explain_task(first.task_ids[-1], "a")).waits[0].reason
         assert "the quota of namespace 'a' is max_running_samples = 2, and 2 are running" in reason
         harness.engine.limit_namespaces({"*": Quota(max_running_samples=1)})
         await agent.end(8)

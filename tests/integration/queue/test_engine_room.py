@@ -103,7 +103,7 @@ async def test_without_gpus_cpu_and_memory_alone_decide() -> None:
         await harness.until_started(reply, 6)
         await settle()
         assert agent.inside == 6, "four beside each other on a, two on b"
-        waiting = harness.engine.explain_task(reply.task_ids[-1], "default").waits[0]
+        waiting = (await harness.engine.explain_task(reply.task_ids[-1], "default")).waits[0]
         assert {node.node_ip: node.short for node in waiting.nodes} == {"a": ("cpu",), "b": ("memory",)}
         agent.gate.set()
         assert len(await harness.done(reply)) == 9

@@ -107,7 +107,7 @@ async def test_what_is_held_can_be_aborted_and_explained() -> None:
         await here.submit(STEP)
         held = await here.submit(STEP, 1)
         await here.running()
-        explanation = here.engine.explain_task(held.task_ids[1], "default")
+        explanation = await here.engine.explain_task(held.task_ids[1], "default")
         (wait,) = explanation.waits
         assert explanation.phase is TaskPhase.QUEUED
         assert wait.reason.startswith(f"held back: {STEP} samples are accepted or running at weight_epoch 0")
@@ -115,7 +115,7 @@ async def test_what_is_held_can_be_aborted_and_explained() -> None:
         answer = await here.engine.abort(AbortRequest(selector=here.harness.selector(held), wait=True))
         assert (answer.aborted_tasks, answer.still_stopping) == (STEP, ())
         assert here.reasons(held) == set()
-        assert here.engine.explain_task(held.task_ids[1], "default").phase is TaskPhase.DONE
+        assert (await here.engine.explain_task(held.task_ids[1], "default")).phase is TaskPhase.DONE
         await here.finish()
         await here.update("1")
         assert await here.running() == 0

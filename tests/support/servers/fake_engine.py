@@ -192,7 +192,7 @@ class FakeEngine:
         self.maybe_fail()
         return 0
 
-    def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
+    async def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
         self.maybe_fail()
         raise NotFoundError(f"no task {task_id!r}")
 

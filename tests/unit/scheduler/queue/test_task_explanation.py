@@ -17,9 +17,12 @@ from py_scheduler.scheduler.ledger.records import submission_and_number, task_id
 from py_scheduler.scheduler.queue.explanations import TaskExplainer
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 from py_scheduler.scheduler.queue.room import Room
+from py_scheduler.scheduler.slices import at_once
 from tests.support.handlers import SolvingAgent, spec_of
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from py_scheduler.domain.explanations import TaskWait
     from py_scheduler.scheduler.ledger.state import LedgerState
 
@@ -49,12 +52,18 @@ def queue_of(pool: PlacementPool | None = None) -> ReadyQueue:
 
 def waits(queue: ReadyQueue, task_id: str, ended: str = "") -> tuple[TaskWait, ...]:
     """`ended`: a task whose attempts no longer wait."""
+    return at_once(look(queue, task_id, ended))
+
+
+def look(queue: ReadyQueue, task_id: str, ended: str = "") -> Generator[None, None, tuple[TaskWait, ...]]:
     submission = SimpleNamespace(key=SubmissionKey("7/eval"))
     ledger = SimpleNamespace(submission=lambda _: submission, is_waiting=lambda ref: ref.task_id != ended)
     explainer = TaskExplainer(
         queue, cast("LedgerState", ledger), now=10.0, reason_of=lambda _, ahead: f"{ahead.in_all} ahead"
     )
-    return explainer.waits_of("s", task_id)
+    if ended:
+        queue.look_again()
+    return explainer.waits_of("s", task_id, 1_000)
 
 
 def test_a_lease_request_is_ahead_and_the_budget_bounds_what_is_needed() -> None:
@@ -103,6 +112,25 @@ def test_what_has_ended_in_the_queue_counts_for_nothing_and_the_servers_limit_bo
     assert waits(queue, "s-0", ended="s-0") == ()
     (wait,) = waits(queue, "s-1")
     assert (wait.tasks, wait.attempts, wait.ahead_in_all) == (2, 12, 1)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_what_is_let_in_while_somebody_looks_waits_for_nothing_and_is_ahead_of_nobody(turns: int) -> None:
+    queue = queue_of()
+    spec = spec_of(SolvingAgent(), batch_size=1)
+    for task in range(3):
+        queue.push(spec, attempts_of(f"s-{task}", 1, step=1.0), 1.0)
+    first, last = look(queue, "s-0"), look(queue, "s-2")
+    for _ in range(turns):
+        next(first, None)
+        next(last, None)
+    entry = queue.offer(2.0)
+    assert entry is not None
+    queue.admit(entry, 2.0)
+    assert at_once(first) == ()
+    (wait,) = at_once(last)
+    assert len(wait.ahead) == 1
+    assert wait.ahead_in_all in {1, 2}, "as it was when it was counted"
 
 
 @pytest.mark.parametrize("strange", ["", "s", "s-", "s-x", "s-01", "s-\u0661", "s-" + "9" * 5_000])
