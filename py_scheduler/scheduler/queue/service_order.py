@@ -159,7 +159,7 @@ class _Line:
         self._flows = flows
         self._entry = entry
         self._now = now
-        self._has_overdue = bool(flows.overdue(now))
+        self._has_overdue = flows.is_overdue(flows.foremost(now), now)
         self._counts = {key: _FlowCount(flow) for key, flow in flows.waiting.items()}
         self._heaps = [(self._counts[key], heap) for key, flow in flows.waiting.items() for heap in flow.heaps()]
         self._level = 0.0
