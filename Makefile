@@ -40,7 +40,7 @@ RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 	$(shell find placement_core -name target -prune -o \( -name '*.rs' -o -name '*.toml' \) -print 2>/dev/null)
 PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
-.PHONY: help demo test check bench bench-placement profile-placement modules-on-the-way msrv build proto proto-baseline \
+.PHONY: help demo test check bench bench-placement bench-generation profile-placement modules-on-the-way msrv build proto proto-baseline \
 	format requirements clean chaos soak deny package demo-sglang test-sglang test-ray test-trinity test-rust test-python \
 	check-rust check-style check-types check-layers check-proto
 
@@ -54,6 +54,7 @@ help:
 	@echo "make soak            SOAK_SECONDS (1200) of steady load: memory and descriptors stay flat, nothing is left over"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
 	@echo "make bench           placement beside what people use (BENCH_RAY=0: without Ray), and no-op throughput"
+	@echo "make bench-generation  what a token costs on its way from an SGLang server, beside a bare HTTP client"
 	@echo "make modules-on-the-way  the modules through which one no-op task goes, client and server together"
 	@echo "make profile-placement  instructions and cache misses of placing a token, counted by valgrind"
 	@echo "make build           build the extension and install the package into .venv, editable"
@@ -162,6 +163,9 @@ endif
 	$(BIN)/python benches/compare_placement.py --criterion target/criterion --python $(BENCH_OUT)/python.json \
 		--ratios $(BENCH_OUT)/ratios.jsonl --ray $(BENCH_OUT)/ray.jsonl --service $(BENCH_OUT)/service.json \
 		--docs docs --readme README.md
+
+bench-generation: $(BUILT) $(DEV_READY)
+	$(BIN)/python -m benches.generation $(BENCH_ARGS)
 
 modules-on-the-way: $(BUILT)
 	$(BIN)/python -m benches.modules_on_the_way

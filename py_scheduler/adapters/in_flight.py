@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator
 
 
+_LEEWAY = 1 + 1 / 16
+
+
 class Flight:
     """One `generate` call. `backend_rid` is what the backend knows it as; empty while it knows nothing of it."""
 
@@ -47,12 +50,20 @@ class Flight:
                 self._scope = None
 
     def allow(self, seconds: float | None) -> None:
-        """Sets the current stretch's limit to `seconds` from now."""
-        self._seconds = seconds
-        if self._scope is not None:
-            now = asyncio.get_running_loop().time()
-            has_limit = seconds is not None and not self.stands_still
-            self._scope.reschedule(now if self.was_cut else now + (seconds or 0.0) if has_limit else None)
+        """Sets the current stretch's limit to `seconds` from now, or up to a sixteenth more."""
+        is_same, self._seconds = seconds == self._seconds, seconds
+        if self._scope is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if self.was_cut:
+            self._scope.reschedule(now)
+        elif seconds is None or self.stands_still:
+            self._scope.reschedule(None)
+        else:
+            # Told so by every event of a stream, and a timer that is moved costs as much as an event that is read.
+            when = self._scope.when()
+            if not is_same or when is None or when < now + seconds:
+                self._scope.reschedule(now + seconds * _LEEWAY)
 
     def stand_still(self, stands_still: bool) -> None:
         self.stands_still = stands_still

@@ -16,7 +16,9 @@ from array import array
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from py_scheduler.adapters.sglang.events import UNSAID, Meta, SaidSpan, decode_event
+import msgspec
+
+from py_scheduler.adapters.sglang.events import UNSAID, Meta, decode_event
 from py_scheduler.adapters.sglang.streaming import Streaming
 from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
 from py_scheduler.errors import EngineUnavailableError
@@ -24,9 +26,15 @@ from py_scheduler.errors import EngineUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from py_scheduler.adapters.sglang.events import Event, Finish, Refused, Scored
+    from py_scheduler.adapters.sglang.events import Event, Finish, Refused, SaidSpan, Scored
 
 _NO_META = Meta()
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
 
 
 class Output:
@@ -41,7 +49,7 @@ class Output:
         self._token_ids = array("i")
         self._log_probs = array("d")
         self._texts: list[str] = []
-        self._spans: list[SaidSpan] = []
+        self._spans: list[_Span] = []
         """The weights that the server named with the event that first had the token."""
         self._last = _NO_META
         self._unread: bytes | None = None
@@ -99,8 +107,7 @@ class Output:
             self._take_whole(event, scored, total)
         elif len(self._token_ids) + len(scored) == total:
             self.streaming = Streaming.INCREMENTS
-            self._check_ids(event, scored, len(self._token_ids))
-            self._grow(scored, event.text or "")
+            self._grow(self._scored_ids(event, scored, len(self._token_ids)), scored, event.text or "")
         else:
             message = f"SGLang gave {len(scored)} tokens after {len(self._token_ids)}, which it says make {total}"
             raise EngineUnavailableError(message, self._cut())
@@ -120,38 +127,40 @@ class Output:
             text = text[(len(text) - len("".join(self._texts))) // 2 if twice else 0 :]
         elif known:
             self.streaming = Streaming.CUMULATIVE
-        self._check_ids(event, scored, 0)
+        token_ids = self._scored_ids(event, scored, 0)
         del self._token_ids[:], self._log_probs[:], self._texts[:]
-        self._grow(scored, text)
+        self._grow(token_ids, scored, text)
 
-    def _check_ids(self, event: Event, scored: list[Scored], before: int) -> None:
-        """Raises EngineUnavailableError when they are not those of the log-probs. `before`: the tokens that stay."""
+    def _scored_ids(self, event: Event, scored: list[Scored], before: int) -> list[int]:
+        """The ids of the log-probs. Raises EngineUnavailableError when the event's are others.
+
+        `before`: the tokens that stay.
+        """
         token_ids, theirs = event.output_ids or [], [each.token_id for each in scored]
         if token_ids == theirs:
-            return
+            return theirs
         if self.finish.type is FinishReason.ABORT:
             if token_ids[: len(theirs)] == theirs:
-                return  # It may end with a token of no meaning and without log-prob.
+                return theirs  # It may end with a token of no meaning and without log-prob.
             if before == 0 and self.streaming is Streaming.INCREMENTS and token_ids[-1:] == theirs[-1:]:
-                return  # Told everything once more, but for the ids.
+                return theirs  # Told everything once more, but for the ids.
         count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, theirs, strict=False)))
         if before + count > len(self._token_ids):
             del self._token_ids[before:], self._log_probs[before:]
-            self._grow(scored[:count], "")
+            self._grow(theirs[:count], scored[:count], "")
         message = f"SGLang gave {len(token_ids)} token ids and {len(theirs)} log-probs that do not match them"
         raise EngineUnavailableError(message, self._cut())
 
-    def _grow(self, scored: Sequence[Scored], text: str) -> None:
-        self._token_ids.fromlist([each.token_id for each in scored])
+    def _grow(self, token_ids: list[int], scored: list[Scored], text: str) -> None:
+        """By tokens whose ids were found to be those of their log-probs."""
+        self._token_ids.fromlist(token_ids)
         self._log_probs.fromlist([each.log_prob for each in scored])
         self._texts.append(text)
-        start = self._spans[-1].end if self._spans else 0
-        end, version = len(self._token_ids), self._last.weight_version or "default"
-        if end <= start:
-            return
-        if self._spans and self._spans[-1].version == version:
-            start = self._spans.pop().start
-        self._spans.append(SaidSpan(version, start, end))
+        version, spans, end = self._last.weight_version or "default", self._spans, len(self._token_ids)
+        if spans and (end <= spans[-1].end or spans[-1].version == version):
+            spans[-1].end = max(end, spans[-1].end)
+        elif end:
+            spans.append(_Span(version, spans[-1].end if spans else 0, end))
 
     # -- what is made of them
 
@@ -163,7 +172,7 @@ class Output:
     def _generation(self, reason: FinishReason) -> Generation:
         return self._made(reason, "".join(self._texts), self._told_spans() or self._spans)
 
-    def _made(self, reason: FinishReason, text: str, spans: Sequence[SaidSpan]) -> Generation:
+    def _made(self, reason: FinishReason, text: str, spans: Sequence[SaidSpan | _Span]) -> Generation:
         count = len(self._token_ids)
         return Generation(
             token_ids=self._token_ids.tolist(),

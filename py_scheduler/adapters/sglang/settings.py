@@ -18,7 +18,7 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How tokens are asked for (see Streaming); auto: in increments where the server says that it streams them, and
     else in a few cumulative events. Plain costs least, and a generation whose connection breaks loses all its tokens.
     """
-    stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = 16
+    stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = 64
     """Tokens between two increments: lost at most when a connection breaks, sent anyway when a request is aborted."""
     cumulative_events: Annotated[int, msgspec.Meta(ge=1)] = 8
     """Of a generation that uses all its max_new_tokens, where each event repeats the output so far: a connection that

@@ -37,7 +37,7 @@ _WORDS = {
 def stream_interval(streaming: Streaming, max_new_tokens: int, settings: SglangSettings) -> int | None:
     """Tokens from one event to the next; the first token has an event of its own. None: as the server likes.
 
-    With 8 events and an interval of 16, cumulative events of 32 768 tokens are 4 096 apart, and those of 64 are 16.
+    With 8 events and an interval of 64, cumulative events of 32 768 tokens are 4 096 apart, and those of 256 are 64.
     """
     if streaming is not Streaming.CUMULATIVE:
         return settings.stream_interval

@@ -190,9 +190,9 @@ async def test_what_does_not_fit_is_the_servers_fault_and_keeps_what_came_before
 
 def test_the_number_of_cumulative_events_does_not_grow_with_the_output() -> None:
     settings = SglangSettings()
-    for tokens, interval in ((1, 16), (64, 16), (128, 16), (512, 64), (32_768, 4_096), (32_769, 4_097)):
+    for tokens, interval in ((1, 64), (64, 64), (512, 64), (1_024, 128), (32_768, 4_096), (32_769, 4_097)):
         assert stream_interval(Streaming.CUMULATIVE, tokens, settings) == interval
-        assert stream_interval(Streaming.INCREMENTS, tokens, settings) == 16
+        assert stream_interval(Streaming.INCREMENTS, tokens, settings) == 64
     assert stream_interval(Streaming.INCREMENTS, 512, replace(settings, stream_interval=None)) is None
     assert stream_interval(Streaming.CUMULATIVE, 512, replace(settings, stream_interval=None)) == 64
 
@@ -231,7 +231,7 @@ async def test_the_adapter_chooses_unless_it_is_told_and_says_so(
     assert [each.token_ids for each in generations] == [ids(600)] * 2
     assert caplog.text.count("is asked for") == 1
     asked_for = [(body["stream"], body["sampling_params"].get("stream_interval")) for body in server.bodies]
-    expected = {"increments": (True, 16), "cumulative": (True, 75), "plain": (False, None)}[asked]
+    expected = {"increments": (True, 64), "cumulative": (True, 75), "plain": (False, None)}[asked]
     assert asked_for == [expected] * 2
 
 
