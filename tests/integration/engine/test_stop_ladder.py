@@ -281,6 +281,35 @@ def test_the_first_stop_has_its_whole_grace_whatever_else_happens(case: Case) ->
     check(case)
 
 
+class DeafOnce(DeafScorer):
+    """Does not come back from the group of "deaf", and scores every other."""
+
+    async def eval_group(self, task: Task, samples: Sequence[SampleDone]) -> Sequence[Reward]:
+        if task.prompt == "deaf":
+            await self._stay("group")
+        return [Reward(score=1.0) for _ in samples]
+
+
+async def test_a_group_score_that_is_given_up_leaves_its_worker_s_place_to_the_next() -> None:
+    clock = FakeClock()
+    agent = DeafOnce("group", clock)
+    engine_settings = EngineSettings(stop_grace_seconds=GRACE, max_running_samples=1)
+    async with running_engine(spec_of(agent), clock=clock, settings=engine_settings) as harness:
+        deaf = await harness.submit([task_of("deaf")])
+        await agent.begun.wait()
+        await harness.engine.abort(AbortRequest(selector=harness.selector(deaf)))
+        other = await harness.submit([task_of("other")], batch_id=1)
+        await clock.advance(GRACE)
+        try:
+            async with asyncio.timeout(10):
+                (done,) = (await harness.done(other)).values()
+        finally:
+            was_released = agent.released.is_set()
+            agent.released.set()
+        assert not was_released
+        assert [reward.score for reward in done.rewards] == [1.0]
+
+
 class StopsSlowly(SolvingAgent):
     """Cleans up when it is cancelled, until it may end. `was_disturbed`: cancelled once more as it did."""
 

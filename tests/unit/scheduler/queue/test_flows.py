@@ -198,6 +198,19 @@ def test_what_waits_too_long_goes_first() -> None:
     assert line.take() == "e t t "
 
 
+def test_of_those_that_wait_too_long_the_oldest_goes_first_whatever_its_flow_shape_or_batch_id() -> None:
+    line = Line(max_wait_seconds=60.0)
+    for second, (kind, spec, batch_id) in enumerate(
+        [("t1 ", "large", 9), ("e2 ", "small", 7), ("t3 ", "small", 8), ("e4 ", "large", 1), ("t5 ", "large", 0)]
+    ):
+        line.now = float(second)
+        line.push(kind, spec=spec, batch_id=batch_id)
+    line.push("e6 ", batch_id=5)
+    line.now = 120.0
+    line.push("t young ", batch_id=0)
+    assert line.take() == "t1 e2 t3 e4 t5 e6 t young ", "of two that came at once the one that arrived first"
+
+
 def test_what_waits_too_long_and_is_blocked_holds_back_as_a_head_does() -> None:
     line = Line(max_wait_seconds=60.0)
     line.push("t large ", count=8, spec="large", batch_id="last")

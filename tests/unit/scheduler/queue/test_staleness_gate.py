@@ -28,6 +28,7 @@ from tests.support.steps.samples import done_sample
 
 if TYPE_CHECKING:
     from py_scheduler.domain.events import Event
+    from py_scheduler.domain.task import BatchId
     from py_scheduler.scheduler.ledger.commands import Command
     from py_scheduler.scheduler.ledger.records import TaskRecord
 
@@ -71,7 +72,7 @@ class Gated:
                 assert attempt.ref.task_id not in self.through
                 self.through[attempt.ref.task_id] = attempt.ref.attempt_no
 
-    def submit(self, number: int, count: int) -> None:
+    def submit(self, number: BatchId, count: int) -> None:
         tasks = (task(max_failure_retries=1),) * count
         accept = AcceptTasks(f"r{number}", b"", SubmissionKey(number), tasks, f"s{number}", 0.0)
         for event in self.tell(accept):
@@ -126,6 +127,27 @@ def test_aborted_batches_do_not_pile_up_behind_a_closed_gate() -> None:
     assert gated.held_places < 150
     held = [attempt.ref for _, batch in gated.gate.held(DEFAULT_NAMESPACE) for attempt in batch.attempts]
     assert not any(map(gated.ledger.state.is_waiting, held))
+
+
+def test_what_is_held_goes_by_batch_id_and_then_as_it_came() -> None:
+    gated = Gated()
+    gated.submit(0, 4)
+    gated.submit(7, 1)
+    gated.submit("other", 1)
+    gated.submit(3, 2)
+    gated.submit("3/eval", 1)
+    gated.submit(5, 1)
+    order = ["s3", "s3", "s3/eval", "s5", "s7", "sother"]
+    held = gated.gate.held(DEFAULT_NAMESPACE)
+    assert [batch.submission_id for batch in held] == order
+    task_ids = [batch.attempts[0].ref.task_id for batch in held]
+    assert task_ids[:2] == sorted(task_ids[:2]), "of one batch id, as they came"
+    for number in range(1, 4):
+        before = set(gated.through)
+        for _ in range(2):
+            gated.end(AttemptState.SUCCEEDED)
+        gated.update(f"v{number}")
+        assert set(gated.through) - before == set(task_ids[2 * number - 2 : 2 * number])
 
 
 def test_it_has_no_say_in_evals_and_other_namespaces() -> None:
