@@ -41,12 +41,7 @@ class AttemptRef(msgspec.Struct, frozen=True, gc=False):
 
 
 class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
-    """One SubmitTasks call was taken in. Tasks of one call are accepted together or not at all.
-
-    group_scored: the task types among them whose handler scores all samples of a task together before its TaskDone.
-    is_collected: whether their results are kept until they are collected. moment: from which their deadlines count.
-    warnings: what the call was told beside the ids, for the same call sent again.
-    """
+    """One SubmitTasks call was taken in. Tasks of one call are accepted together or not at all."""
 
     submission_id: str
     namespace: str
@@ -57,9 +52,13 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_l
     unix_seconds: float
     iteration: IterationContext | None = None
     group_scored: frozenset[str] = frozenset()
+    """The task types among them whose handler scores all samples of a task together before its TaskDone."""
     is_collected: bool = False
+    """Whether their results are kept until they are collected."""
     moment: Moment | None = None
+    """From which their deadlines count."""
     warnings: tuple[str, ...] = ()
+    """What the call was told beside the ids, for the same call sent again."""
 
 
 @final
@@ -82,17 +81,7 @@ class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
 
 
 class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
-    """An attempt is over. `samples` are final; there are none when `next_attempt_no` (0: none) will try again.
-
-    is_counted: whether it used up a retry; the end of the server's own process does not. is_refill: whether the next
-    attempt takes the place of one that the infrastructure failed, which no retry of the agent pays for.
-    payload: what the runner made for the trainer in this attempt, never decoded here; like samples, only when final.
-    running_seconds: from the handler's start to its end, or until it was given up.
-
-    What the service as a whole learns from it, without the task's record (`ledger/service_facts.py`), once it is
-    final: is_eval; subtask_seconds, running_seconds of all attempts at the SubTask; trainable_samples, how many of its
-    samples can be trained on.
-    """
+    """An attempt is over."""
 
     submission_id: str
     task_id: str
@@ -100,16 +89,29 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_li
     attempt_no: int
     state: AttemptState
     samples: tuple[SampleDone, ...]
+    """Final ones; none when another attempt follows."""
     message: str
     next_attempt_no: int
+    """0: none follows."""
     unix_seconds: float
     is_counted: bool = True
+    """Whether it used up a retry; the end of the server's own process does not."""
     is_refill: bool = False
+    """Whether the next attempt takes the place of one that the infrastructure failed, which no retry of the agent pays
+    for.
+    """
     payload: bytes = b""
+    """What the runner made for the trainer in this attempt, never decoded here; like samples, only when final."""
     running_seconds: float = 0.0
+    """From the handler's start to its end, or until it was given up."""
     is_eval: bool = False
+    """Of the task. This and what follows the service as a whole learns from a final attempt, without the task's record
+    (`ledger/service_facts.py`).
+    """
     subtask_seconds: float = 0.0
+    """`running_seconds` of all attempts at the SubTask."""
     trainable_samples: int = 0
+    """How many of its samples can be trained on."""
 
 
 class StopCause(StrEnum):
@@ -138,32 +140,26 @@ _TIMEOUTS = frozenset({StopCause.PHASE_TIMEOUT, StopCause.ATTEMPT_TIMEOUT, StopC
 
 
 class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
-    """These tasks are to stop; each still ends with its own TaskDone. `cause` is REQUEST or TASK_DEADLINE.
-
-    keeps_results: whether those that wait to be collected leave a result of the samples that had succeeded.
-    restarts_runners: whether the runners that were at them are replaced before they take other work.
-    request_id, request_digest: of the call that asked; empty: nobody will ask again by an id.
-    """
+    """These tasks are to stop; each still ends with its own TaskDone."""
 
     submission_id: str
     task_ids: tuple[str, ...]
     cause: StopCause
+    """REQUEST or TASK_DEADLINE."""
     reason: str
     unix_seconds: float
     keeps_results: bool = False
+    """Whether those that wait to be collected leave a result of the samples that had succeeded."""
     restarts_runners: bool = False
+    """Whether the runners that were at them are replaced before they take other work."""
     request_id: str = ""
+    """Of the call that asked; empty: nobody will ask again by an id."""
     request_digest: bytes = b""
+    """Of that call."""
 
 
 class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
-    """The one terminal event of a task. The payloads are in its SampleDone records.
-
-    outcomes: how many samples ended in each class. reason: why it is not SUCCEEDED.
-    rewards: what the handler's `eval_group` gave, one to a sample in the order of sample_no; these take the place of
-    the samples' own. group_outcomes: what these make of the samples, in the same order; `outcomes` counts them. Both
-    are empty when the handler scores no groups. is_eval: of the task, whose record is gone.
-    """
+    """The one terminal event of a task. The payloads are in its SampleDone records."""
 
     submission_id: str
     task_id: str
@@ -171,22 +167,28 @@ class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=T
     state: TaskState
     planned_samples: int
     outcomes: dict[Outcome, int]
+    """How many samples ended in each class."""
     reason: str
+    """Why it is not SUCCEEDED."""
     unix_seconds: float
     rewards: tuple[Reward, ...] = ()
+    """What the handler's `eval_group` gave, one to a sample in the order of sample_no, in place of the samples' own;
+    empty when the handler scores no groups.
+    """
     group_outcomes: tuple[Outcome, ...] = ()
+    """What these make of the samples, in the same order; `outcomes` counts them."""
     is_eval: bool = False
+    """Of the task, whose record is gone."""
 
 
 class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
-    """A language model has other weights. Of no submission and of no namespace: every watcher of a namespace sees it.
-
-    roles: those that rest on its engine. epoch: its weight_epoch from now on; 0 for the first weights that were seen.
-    """
+    """A language model has other weights. Of no submission and no namespace: every watcher of a namespace sees it."""
 
     roles: tuple[str, ...]
+    """Those that rest on its engine."""
     weight_version: str
     epoch: int
+    """Its weight_epoch from now on; 0 for the first weights that were seen."""
     unix_seconds: float
 
     @property
@@ -195,12 +197,10 @@ class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
 
 
 class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
-    """A namespace's trainer starts, or starts again from a checkpoint: it trains on nothing that ended before.
-
-    epoch: the student's weight_epoch.
-    """
+    """A namespace's trainer starts, or starts again from a checkpoint: it trains on nothing that ended before."""
 
     epoch: int
+    """The student's weight_epoch."""
     unix_seconds: float
 
     @property
@@ -213,20 +213,18 @@ EVERY_NAMESPACE = ""
 
 
 class ResultsCollected(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
-    """These tasks' results were handed out under a request id; they are kept until that is acknowledged.
-
-    unfinished, warnings, is_timed_out: what that call was told beside them. completes_step: whether with these the
-    whole submission was handed out, and is no eval.
-    """
+    """These tasks' results were handed out under a request id; they are kept until that is acknowledged."""
 
     submission_id: str
     request_id: str
     task_ids: tuple[str, ...]
     unix_seconds: float
     unfinished: tuple[UnfinishedTask, ...] = ()
+    """What that call was told beside them, as the next two."""
     warnings: tuple[str, ...] = ()
     is_timed_out: bool = False
     completes_step: bool = False
+    """Whether with these the whole submission was handed out, and is no eval."""
 
 
 class ResultsAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
@@ -240,13 +238,15 @@ class ResultsAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True, a
 class ResultsDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """All results of a submission that were kept are forgotten, those handed out and not acknowledged too.
 
-    Its open tasks go on; what they come to is kept again. request_id, request_digest: as of an AbortRequested.
+    Its open tasks go on; what they come to is kept again.
     """
 
     submission_id: str
     unix_seconds: float
     request_id: str = ""
+    """As of an AbortRequested."""
     request_digest: bytes = b""
+    """Likewise."""
 
 
 JournalledEvent = (
@@ -271,17 +271,16 @@ _ID_BYTES = 100
 
 
 class EventRecord(msgspec.Struct, gc=False):
-    """A journalled event with its place in the store.
-
-    namespace: EVERY_NAMESPACE for what is of none. size: bytes in memory, approximate. encoded: a cache of its wire
-    form, shared by all watchers.
-    """
+    """A journalled event with its place in the store."""
 
     sequence: int
     namespace: str
+    """EVERY_NAMESPACE for what is of none."""
     event: JournalledEvent
     size: int = EVENT_BYTES
+    """Bytes in memory, approximate."""
     encoded: bytes | None = None
+    """A cache of its wire form, shared by all watchers."""
 
 
 def approximate_size(event: Event) -> int:

@@ -101,27 +101,29 @@ NO_REWARD = Reward(score=0.0)
 
 
 class AgentResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What `BaseAgent.run` returns; the tokens are recorded by the episode itself.
-
-    termination_reason: why the agent stopped, in its own words (`"max_turns"` and `"context_overflow"` are understood).
-    answer, reward_inputs: what `eval` needs. metrics: what the run measured; see `domain.values.metrics` for their
-    names. payload: opaque bytes for whoever collects the task's result; those of samples that are one SubTask stand one
-    behind another there.
-    """
+    """What `BaseAgent.run` returns; the tokens are recorded by the episode itself."""
 
     termination_reason: str = ""
+    """Why the agent stopped, in its own words; `"max_turns"` and `"context_overflow"` are understood."""
     answer: str = ""
+    """What `eval` needs, with `reward_inputs`."""
     reward_inputs: dict[str, Any] = {}
     metrics: dict[str, float] = NO_METRICS
+    """What the run measured; see `domain.values.metrics` for their names."""
     payload: bytes = b""
+    """Opaque bytes for whoever collects the task's result; those of samples that are one SubTask stand one behind
+    another there.
+    """
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Where a sample's time went, in seconds: waiting for admission, in run (of which generating), in eval."""
+    """Where a sample's time went, in seconds."""
 
     wait_seconds: float = 0.0
+    """For admission."""
     run_seconds: float = 0.0
     generate_seconds: float = 0.0
+    """Of `run_seconds`."""
     eval_seconds: float = 0.0
 
     @property
@@ -131,14 +133,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
 
 
 class SampleDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One sample's terminal record; every planned sample of a task gets exactly one.
-
-    termination_reason: the agent's own. error: what was raised, if anything. phase: the EpisodePhase that raised it.
-    node_ip, gpu_ids: where it ran; empty when it never did. started_unix_seconds: when run began; 0 when it never did.
-    weight_epoch: of the oldest weights that the student generated tokens of it with; None when it generated none.
-    staleness: how often the weights had changed since then when the sample ended. metrics: what its run measured, by
-    name; a name may end in how it is to be put together (see `domain.values.metrics`).
-    """
+    """One sample's terminal record; every planned sample of a task gets exactly one."""
 
     task_id: str
     sample_no: int
@@ -147,15 +142,23 @@ class SampleDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     reward: Reward = NO_REWARD
     trajectory: Trajectory = EMPTY_TRAJECTORY
     termination_reason: str = ""
+    """The agent's own."""
     error: str = ""
+    """What was raised, if anything."""
     phase: str = ""
+    """The EpisodePhase that raised it."""
     node_ip: str = ""
+    """Where it ran; empty when it never did, like `gpu_ids`."""
     gpu_ids: tuple[int, ...] = ()
     timings: Timings = Timings()
     started_unix_seconds: float = 0.0
+    """When run began; 0 when it never did."""
     weight_epoch: int | None = None
+    """Of the oldest weights that the student generated tokens of it with; None when it generated none."""
     staleness: int = 0
+    """How often the weights had changed since then when the sample ended."""
     metrics: dict[str, float] = NO_METRICS
+    """What its run measured, by name; a name may end in how it is to be put together (see `domain.values.metrics`)."""
 
     @property
     def is_scored(self) -> bool:

