@@ -1,1 +1,1 @@
-"""From a name in the configuration to what plays samples: `loading` finds the class, `parts` makes what it asks for."""
+"""From a name in the configuration to what runs samples: `loading` finds the class, `parts` makes what it asks for."""

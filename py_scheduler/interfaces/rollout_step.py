@@ -225,7 +225,7 @@ class RolloutStep:
         told = ", ".join(f"{outcome} {count}" for outcome, count in ended.items())
         if not any(outcome.is_model_result for outcome in ended):
             raise FailedPreconditionError(
-                f"iteration {self._rollout_id}: no sample was played to its end ({told}): see what they failed of, and "
+                f"iteration {self._rollout_id}: no sample ran to its end ({told}): see what they failed of, and "
                 "execute it again"
             )
         dummies = sum(sample.remove_sample for group in samples for sample in group)

@@ -134,7 +134,7 @@ class StepService:
         if request.kind is StepKind.ROLLOUT:
             self._scheduler.training_loop.refuse_if_done(request.request_id)
             if self._scheduler.training_loop.was_begun_before(request.request_id):
-                # What was played of it by then is in the journal, if that survived.
+                # What had run of it by then is in the journal, if that survived.
                 before_sequence = self._scheduler.engine.oldest_sequence - 1
         step = _Step(request, Trace(before_sequence, request.request_id))
         self._steps[request.request_id] = step

@@ -42,7 +42,7 @@ DUMMY_TRAJECTORY = Trajectory(
 
 
 def is_trainable(sample: SampleDone) -> bool:
-    """Whether it was played and scored to the end and has tokens; else it becomes a dummy."""
+    """Whether it ran and was scored to the end and has tokens; else it becomes a dummy."""
     return sample.is_trainable
 
 

@@ -102,7 +102,7 @@ def versions(sample: SampleDone) -> list[tuple[str, int, int]]:
     return [(span.version, span.start, span.end) for span in sample.trajectory.weight_spans]
 
 
-async def play(harness: Harness, prompt: str, **config: Any) -> SampleDone:
+async def run_one(harness: Harness, prompt: str, **config: Any) -> SampleDone:
     """A task of one sample."""
     (sample,) = await harness.samples(await harness.submit([task_of(prompt, **config)]))
     return sample

@@ -47,7 +47,7 @@ class GuardedWorkflowRunner(WorkflowRunner):  # type: ignore[misc]
 class RayRunner:
     """Implements `interfaces.trinity.protocols.TrinityRunner` by an actor.
 
-    leaves_threads: whether it plays runs in threads, which go on when their task was stopped.
+    leaves_threads: whether its runs are in threads, which go on when their task was stopped.
     """
 
     def __init__(self, actor: Any, *, leaves_threads: bool) -> None:

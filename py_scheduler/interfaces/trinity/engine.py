@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _WORKFLOW = "workflow"
 PINNED = "pinned"
-"""The namespace of sub-tasks that one runner only may play; there they are in no batch's way."""
+"""The namespace of sub-tasks that one runner only may run; there they are in no batch's way."""
 _RETAINED_EVENTS = 1_024
 _RETAINED_BYTES = 1 << 20
 """Nobody watches this engine: what was collected need not stay in its journal."""
@@ -58,7 +58,7 @@ def process_host() -> ChildHost:
 
 
 class TrinityEngine:
-    """The engine, its runners, and the tasks that they play. `wrappers`: by client key, until they are forgotten."""
+    """The engine, its runners, and the tasks that they run. `wrappers`: by client key, until they are forgotten."""
 
     def __init__(self, config: TrinityConfig, runner_ids: Iterable[int], stop_grace_seconds: float = 5.0) -> None:
         self._config = config
@@ -102,7 +102,7 @@ class TrinityEngine:
         await self._open_engine.close()
 
     def submit(self, wrappers: Sequence[TaskWrapper], batch_id: BatchId) -> None:
-        """Hands tasks of one batch in, for any runner to play; they wait for `open` if need be.
+        """Hands tasks of one batch in, for any runner to run; they wait for `open` if need be.
 
         Raises what `Engine.accept` raises; then none is in.
         """
@@ -248,7 +248,7 @@ def _spec(evaluator_id: str, runner_id: int | None) -> EvaluatorSpec:
 
 
 def pinned_to(runner_id: int) -> str:
-    """The task type of what only this runner may play."""
+    """The task type of what only this runner may run."""
     return f"{_WORKFLOW}-on-{runner_id}"
 
 

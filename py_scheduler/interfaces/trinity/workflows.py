@@ -59,7 +59,7 @@ class RolloutArgs:
 
 @dataclass
 class Task:
-    """One prompt, the workflow that plays it, and how often. batch_id and task_id are set by the scheduler."""
+    """One prompt, the workflow that runs it, and how often. batch_id and task_id are set by the scheduler."""
 
     workflow: type[Workflow]
     repeat_times: int | None = 1
@@ -75,7 +75,7 @@ class Workflow:
     """Subclass it and override `run` or, with `is_async`, `run_async`; each returns experiences, one at least.
 
     can_repeat: one call makes all runs of a sub-task, after `set_repeat_times`; each sets its experiences' run ids.
-    can_reset: one instance may play several tasks, after `reset`. state: what to show of it in the runners' table.
+    can_reset: one instance may run several tasks, after `reset`. state: what to show of it in the runners' table.
     """
 
     can_reset = False

@@ -46,7 +46,7 @@ class RunnerWrapper:
         self.config = config
         self.state: dict[str, Any] = {}
         self.run_once: RunOnce | None = None
-        """Of the scheduler that this runner belongs to: submits one sub-task that only this runner may play."""
+        """Of the scheduler that this runner belongs to: submits one sub-task that only this runner may run."""
         self.runner: TrinityRunner = self._create_runner()
 
     def _create_runner(self) -> TrinityRunner:

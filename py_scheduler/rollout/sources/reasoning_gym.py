@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym as the rows of a data set: row n is always the same problem. Made where they are played."""
+"""Problems of reasoning-gym as the rows of a data set: row n is always the same problem. Made where they are run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from py_scheduler.domain.training.iteration import IterationContext
 from tests.support.agents.child_handlers import OddAgent
 from tests.support.fake_clock import settle
 from tests.support.handlers import gpu_spec, spec_of, two_nodes
-from tests.support.harness import play, running_engine, task_of
+from tests.support.harness import run_one, running_engine, task_of
 from tests.support.models.controlled_model import ControlledModel
 from tests.support.models.scripted_model import ScriptedModel
 from tests.support.runners.children import Pipe, children, is_there, runner_settings
@@ -72,10 +72,10 @@ async def test_an_episode_looks_the_same_from_a_child() -> None:
 async def test_records_and_outcomes_are_those_of_a_handler_in_the_loop(prompt: str) -> None:
     changes: dict[str, Any] = {"default_stopping": StoppingCriteria(max_context_len=24)} if prompt == "overflow" else {}
     async with children(generation_backends={"student": ScriptedModel("one", "two")}, spec=changes) as harness:
-        there = await play(harness, prompt)
+        there = await run_one(harness, prompt)
     engines = {"student": ScriptedModel("one", "two")}
     async with running_engine(spec_of(OddAgent(), **changes), generation_backends=engines) as inline:
-        here = await play(inline, prompt)
+        here = await run_one(inline, prompt)
     for name in ("outcome", "trajectory", "termination_reason", "error", "phase"):
         assert getattr(there, name) == getattr(here, name), name
     assert len(there.trajectory) == len(here.trajectory)
@@ -99,7 +99,7 @@ async def test_the_environment_of_a_child_is_what_the_server_says_and_nothing_el
             assert said["TEST_HANDED_ON"] == "yes"
             assert said["TEST_KEPT_BACK"] is None
             assert (said["STACX_ROLLOUT_ID"], said["STACX_DAGGER_BETA"]) == (str(rollout_id), "0.5")
-        said = json.loads((await play(harness, asked, is_eval=True)).termination_reason)
+        said = json.loads((await run_one(harness, asked, is_eval=True)).termination_reason)
         assert said["STACX_ROLLOUT_ID"] is None, "a sample of no iteration sees none, in the same child"
         assert not [name for name in said["all"] if name.startswith(("LD_", "PYTHON"))]
     assert "STACX_ROLLOUT_ID" not in os.environ
@@ -131,7 +131,7 @@ async def test_a_stop_reaches_the_child_and_what_it_was_generating_is_kept() -> 
         assert sample.outcome is Outcome.ABORTED
         assert sample.trajectory.generated_tokens == 3
         assert not model.flights
-        assert (await play(harness, "fine")).reward.details["pid"] == pid, "who obeys a stop goes on"
+        assert (await run_one(harness, "fine")).reward.details["pid"] == pid, "who obeys a stop goes on"
 
 
 async def test_a_turn_that_the_handler_gives_up_is_in_the_record_before_the_next() -> None:
@@ -178,7 +178,7 @@ async def test_a_client_of_openais_api_inside_a_child() -> None:
         "tests.support.agents.child_handlers:ChattingChild", generation_backends={STUDENT: model}, api_front=front
     )
     async with front, chatting as harness:
-        sample = await play(harness, "fine")
+        sample = await run_one(harness, "fine")
     assert sample.outcome is Outcome.SOLVED, sample.error
     assert sample.trajectory.generated_turns
     assert sample.termination_reason == f"{len(sample.trajectory)} tokens"
@@ -206,7 +206,7 @@ async def test_a_handler_that_blocks_does_not_hold_up_the_server(tmp_path: Path)
         await asyncio.sleep(0)
         assert harness.engine.submission(harness.selector(reply)).running_attempts == 1, "the server answers"
         assert is_there(child), "which blocks for an hour"
-        assert (await play(harness, "fine")).outcome is Outcome.SOLVED, "and so do other children"
+        assert (await run_one(harness, "fine")).outcome is Outcome.SOLVED, "and so do other children"
         (busy,) = [view for view in harness.runner.views() if view.state == "busy"]
         assert (busy.task_id, busy.sample_no, busy.attempt_no) == (reply.task_ids[0], 0, 1)
         assert busy.running_seconds > 0
@@ -216,8 +216,8 @@ async def test_a_handler_that_blocks_does_not_hold_up_the_server(tmp_path: Path)
 
 async def test_what_an_episode_left_running_ends_with_it() -> None:
     async with children(settings=runner_settings(max_runners=1)) as harness:
-        assert (await play(harness, "leave_a_task")).outcome is Outcome.SOLVED
-        assert (await play(harness, "fine")).outcome is Outcome.SOLVED
+        assert (await run_one(harness, "leave_a_task")).outcome is Outcome.SOLVED
+        assert (await run_one(harness, "fine")).outcome is Outcome.SOLVED
 
 
 async def test_children_are_started_together_and_no_more_of_them_than_is_said() -> None:
@@ -235,7 +235,7 @@ async def test_a_stop_may_ask_for_another_child() -> None:
         (pid,) = harness.pids
         request = AbortRequest(selector=harness.selector(reply), wait=True, restart_runners=True)
         await harness.engine.abort(request)
-        assert (await play(harness, "fine")).reward.details["pid"] != pid
+        assert (await run_one(harness, "fine")).reward.details["pid"] != pid
 
 
 async def test_samples_of_one_sub_task_are_one_childs() -> None:

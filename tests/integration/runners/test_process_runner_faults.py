@@ -21,7 +21,7 @@ from py_scheduler.errors import RunnerStartError
 from py_scheduler.execution.children import runners as child_runner
 from py_scheduler.placement import PlacementPool
 from tests.support.fake_clock import FakeClock, settle
-from tests.support.harness import play, samples_in, task_of
+from tests.support.harness import run_one, samples_in, task_of
 from tests.support.models.controlled_model import ControlledModel
 from tests.support.runners.children import Children, Pipe, children, is_there, quick, runner_settings
 from tests.support.waiting import eventually
@@ -108,11 +108,11 @@ async def test_a_child_that_stands_still_is_replaced_before_it_is_given_work(mon
     async with children(settings=ONE) as harness:
         (pid,) = harness.pids
         os.kill(pid, signal.SIGSTOP)
-        playing = asyncio.create_task(play(harness, "fine"))
+        running = asyncio.create_task(run_one(harness, "fine"))
         await eventually(lambda: not is_there(pid), pause_seconds=0.01)
         # Who comes in its place may take its time.
         monkeypatch.setattr(child_runner, "_PING_SECONDS", 60.0)
-        assert (await playing).outcome is Outcome.SOLVED
+        assert (await running).outcome is Outcome.SOLVED
         (view,) = harness.runner.views()
         assert "it did not say that it was alive" in view.message
 
@@ -199,9 +199,9 @@ async def test_a_group_scorer_that_blocks_is_killed(tmp_path: Path) -> None:
 
 async def test_a_child_that_has_leaked_is_replaced_after_its_attempt() -> None:
     async with children(settings=runner_settings(max_runners=1, max_resident_mib=150)) as harness:
-        first = await play(harness, "fine")
-        assert (await play(harness, "fine")).reward.details["pid"] == first.reward.details["pid"]
-        assert (await play(harness, "leak 200")).outcome is Outcome.SOLVED, "its attempt counts"
+        first = await run_one(harness, "fine")
+        assert (await run_one(harness, "fine")).reward.details["pid"] == first.reward.details["pid"]
+        assert (await run_one(harness, "leak 200")).outcome is Outcome.SOLVED, "its attempt counts"
         reply = await harness.submit([task_of("fine")], batch_id=9)
         assert [state for state, _ in await attempts_of(harness, reply)] == [AttemptState.SUCCEEDED]
         (sample,) = await harness.samples(reply)
@@ -218,7 +218,7 @@ async def test_a_child_that_grows_without_end_is_killed_in_mid_attempt() -> None
         ((state, message),) = await attempts_of(harness, reply)
         assert state is AttemptState.LOST
         assert "hard_resident_mib is 300 (signal SIGKILL)" in message
-        assert (await play(harness, "fine")).outcome is Outcome.SOLVED
+        assert (await run_one(harness, "fine")).outcome is Outcome.SOLVED
 
 
 # Starts

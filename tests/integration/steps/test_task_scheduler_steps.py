@@ -163,7 +163,7 @@ async def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: 
 
 async def test_a_step_of_dummies_alone_is_an_error() -> None:
     async with scheduler_of(source=rows("broken", 4, raises="no network")) as scheduler:
-        with pytest.raises(FailedPreconditionError, match=r"no sample was played to its end .infra_conn 4"):
+        with pytest.raises(FailedPreconditionError, match=r"no sample ran to its end .infra_conn 4"):
             await scheduler.execute_rollout(0)
         with pytest.raises(InvalidArgumentError, match="rollout_id"):
             await scheduler.execute_rollout(-1)

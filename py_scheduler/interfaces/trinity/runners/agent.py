@@ -1,4 +1,4 @@
-"""The child's side of a `process` runner: a WorkflowRunner, played as `child_main` plays any handler.
+"""The child's side of a `process` runner: a WorkflowRunner, run as `child_main` runs any handler.
 
 What comes in was pickled by the process that started this one, of its user's own objects, as `multiprocessing` does
 it. Nothing goes back pickled.

@@ -61,7 +61,7 @@ def _node_of(runner_id: int) -> NodeResource:
 
 
 class TrinityRunnerPool:
-    """Implements `execution.runner.Runners` over RunnerWrappers. `task_of` finds what an attempt is to play.
+    """Implements `execution.runner.Runners` over RunnerWrappers. `task_of` finds what an attempt is to run.
 
     on_room: to be told when a runner can take work again.
     """
@@ -212,7 +212,7 @@ class TrinityRunnerPool:
         return runner_id in self._alive
 
     def task_of(self, planned: PlannedAttempt) -> TaskWrapper:
-        """What the attempt is to play."""
+        """What the attempt is to run."""
         return self._task_of(planned.task)
 
     def begins(self, handle: TrinityRunnerHandle, state: RunningTaskState) -> None:

@@ -1,7 +1,7 @@
 """A runner that is a process of its own: what a workflow blocks or exits there is that process alone.
 
 Invariants
-  1. A child plays for one TrinityProcessRunner, from `prepare` to `kill`; it is killed with all that it has started.
+  1. A child runs for one TrinityProcessRunner, from `prepare` to `kill`; it is killed with all that it has started.
   2. Tasks go there pickled, and nothing comes back so: a child's words are decoded as strictly as any other input.
 """
 
@@ -162,7 +162,7 @@ class TrinityProcessRunner:
 
 
 class _Call:
-    """As much of an Episode as a ChildSession needs to have a task played: its agent asks for nothing else."""
+    """As much of an Episode as a ChildSession needs to have a task run: its agent asks for nothing else."""
 
     token = iteration = None
     attempt_no = 1

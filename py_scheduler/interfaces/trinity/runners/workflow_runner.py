@@ -214,47 +214,47 @@ class WorkflowRunner:
     async def _call(self, workflow: Workflow, in_thread: bool) -> list[Experience]:
         if workflow.is_async and not in_thread:
             return await workflow.run_async()
-        play = (lambda: asyncio.run(workflow.run_async())) if workflow.is_async else workflow.run
-        return await self._in_thread(play)
+        run = (lambda: asyncio.run(workflow.run_async())) if workflow.is_async else workflow.run
+        return await self._in_thread(run)
 
-    async def _in_thread(self, play: Callable[[], list[Experience]]) -> list[Experience]:
+    async def _in_thread(self, run: Callable[[], list[Experience]]) -> list[Experience]:
         """Not in the loop's pool: that has a handful of threads for everybody, and those that block would use it up."""
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-        played: asyncio.Future[list[Experience]] = loop.create_future()
+        ended: asyncio.Future[list[Experience]] = loop.create_future()
 
         def work() -> None:
             made, raised = None, None
             try:
-                made = context.run(play)
+                made = context.run(run)
             except BaseException as error:  # noqa: BLE001 -- it is raised where the thread is waited for
                 raised = error
             with suppress(RuntimeError):  # The loop ended before the thread did.
-                loop.call_soon_threadsafe(self._thread_ended, played, made, raised)
+                loop.call_soon_threadsafe(self._thread_ended, ended, made, raised)
 
         self.threads_at_work += 1
         self._no_thread.clear()
         # No process waits for it at its end.
         threading.Thread(target=work, name=f"workflow on runner {self.runner_id}", daemon=True).start()
-        return await played
+        return await ended
 
-    def _thread_ended(self, played: asyncio.Future[Any], made: Any, raised: BaseException | None) -> None:
+    def _thread_ended(self, ended: asyncio.Future[Any], made: Any, raised: BaseException | None) -> None:
         self.threads_at_work -= 1
         if not self.threads_at_work:
             self._no_thread.set()
-        if played.done():
+        if ended.done():
             return
         if raised is None:
-            played.set_result(made)
+            ended.set_result(made)
         elif isinstance(raised, StopIteration):
-            played.set_exception(RuntimeError(f"the workflow raised {raised!r}"))
+            ended.set_exception(RuntimeError(f"the workflow raised {raised!r}"))
         else:
-            played.set_exception(raised)
+            ended.set_exception(raised)
 
     def _new(self, task: Task) -> Workflow:
         return task.workflow(task=task, model=self._model, auxiliary_models=self._auxiliary_models)
 
     def _reused(self, task: Task) -> Workflow:
-        """The workflow that played before, where it can be used again."""
+        """The workflow that ran before, where it can be used again."""
         workflow = self._workflow
         if type(workflow) is task.workflow and workflow.can_reset:
             workflow.reset(task)
