@@ -46,6 +46,7 @@ async def rollout(
     settings = SglangSettings(
         retry=RetrySettings(attempts=3, base_seconds=0.001, max_seconds=0.01),
         idle_read_timeout_seconds=idle_read_timeout_seconds,
+        stream_interval=1,
     )
     async with ScriptedSglang() as server:
         server.scripts.extend(scripts)

@@ -15,8 +15,10 @@ import pytest
 from py_scheduler.api.security.bearer_tokens import BearerTokens
 from py_scheduler.cli import main, parsers
 from py_scheduler.client import BlockingSchedulerClient, SchedulerClient
+from py_scheduler.commands.status import _server_lines
 from py_scheduler.commands.token import new_token
 from py_scheduler.domain.events import TaskDone
+from py_scheduler.domain.requests import GenerationBackendView, ServerInfo
 from py_scheduler.domain.results import Outcome, SampleDone
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.errors import UnauthenticatedError
@@ -112,6 +114,17 @@ def test_status_shows_the_server_and_a_submission(started: Any, capsys: pytest.C
     assert "succeeded 3" in capsys.readouterr().out
     assert main(["status", "8", "--target", address]) == 1
     assert "8" in capsys.readouterr().err
+
+
+def test_status_says_how_tokens_come_where_there_is_more_than_one_way() -> None:
+    engines = [
+        GenerationBackendView(
+            role=role, model_name="m", weight_version="7", vocab_size=9, context_length=9, streaming=streaming
+        )
+        for role, streaming in (("student", "increments"), ("teacher", ""))
+    ]
+    lines = _server_lines(ServerInfo(version="1", evaluators=(), engines=tuple(engines), nodes=()))
+    assert lines[1:] == ["engine     student  m  weights 7  streams increments", "engine     teacher  m  weights 7"]
 
 
 def test_abort_stops_a_submission_or_some_of_its_tasks(started: Any, capsys: pytest.CaptureFixture[str]) -> None:
