@@ -17,6 +17,7 @@ from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyLease
 from py_scheduler.scheduler.queue.explanations import WaitingReasons
 from py_scheduler.scheduler.queue.flows import FlowPolicy
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
+from py_scheduler.scheduler.queue.rivalry import Rivalry
 from py_scheduler.scheduler.queue.room import Room, StrandedToken
 from py_scheduler.scheduler.queue.shares import Shares, supply_of
 
@@ -68,7 +69,9 @@ class Admission:
         shares = Shares(supply_of(pool, permits), weights)
         self.room = Room(pool, permits, quotas, shares, has_fixed_nodes=settings.has_fixed_nodes)
         eval_weight = None if settings.eval_weight == "by_batch_id" else settings.eval_weight
-        self._queue = ReadyQueue(self.room, settings.max_bypass, FlowPolicy(eval_weight), settings.max_wait_seconds)
+        self._queue = ReadyQueue(
+            Rivalry(self.room), settings.max_bypass, FlowPolicy(eval_weight), settings.max_wait_seconds
+        )
         self._wake = asyncio.Event()
         self._gate = gate
         if gate is not None:
@@ -121,15 +124,12 @@ class Admission:
 
     def permit_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
         """A permit that was handed out at `taken_at` is free again, and its token has been given back."""
-        room = self.room
-        room.permits_out -= 1
-        room.shares.give_back(namespace, spec.evaluator_id, room.sample_of(spec), 1, taken_at, self._clock.monotonic())
+        self.room.give_back_permit(spec, namespace, taken_at, self._clock.monotonic())
         self.room_returned()
 
     def lease_returned(self, namespace: str, per_sample: Resource, tokens: int, taken_at: float) -> None:
         """So many tokens of a lease have been given back."""
-        now = self._clock.monotonic()
-        self.room.shares.give_back(namespace, per_sample, per_sample, tokens, taken_at, now)
+        self.room.give_back_leased(namespace, per_sample, tokens, taken_at, self._clock.monotonic())
         self.room_returned()
 
     def quotas_changed(self) -> None:
@@ -139,9 +139,8 @@ class Admission:
 
     def nodes_changed(self) -> None:
         """Nodes of the pool came or went, and batches may run at another width."""
-        self.room.nodes_changed()
+        self.room.nodes_changed(self._clock.monotonic())
         self._queue.look_again()
-        self.room.shares.supply_is(supply_of(self.room.pool, self.room.max_permits), self._clock.monotonic())
         self.room_returned()
 
     def room_returned(self) -> None:
@@ -226,20 +225,16 @@ class Admission:
         entry.looked_at = self._queue.generation
 
     def _admit(self, entry: ReadyEntry, now: float) -> bool:
-        if not isinstance(entry, ReadyBatch):
-            assert isinstance(entry, ReadyLease)
-            return self._grant(entry, now)
-        tokens = self.room.acquire(entry)
-        if tokens is None:
-            return False
-        self._queue.admit(entry, now)
-        self._launch(entry.spec, entry.attempts, tokens, now)
-        return True
-
-    def _grant(self, entry: ReadyLease, now: float) -> bool:
-        lease = self.room.acquire_lease(entry)
+        """Whether it fitted."""
+        if isinstance(entry, ReadyBatch):
+            tokens = self._queue.admit(entry, now)
+            if tokens is None:
+                return False
+            self._launch(entry.spec, entry.attempts, tokens, now)
+            return True
+        assert isinstance(entry, ReadyLease)
+        lease = self._queue.admit(entry, now)
         if lease is None:
             return False
-        self._queue.admit(entry, now)
         entry.grant(lease)
         return True

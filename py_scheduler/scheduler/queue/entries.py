@@ -26,11 +26,11 @@ OrderKey = tuple[float, int, int, int]
 CAME: Final = 2
 ARRIVAL: Final = 3
 
-Kind = str | Resource
-"""What tokens of one demand have in common: an evaluator's id, or the demand of a lease."""
+DemandKey = str | Resource
+"""What entries of one demand have in common: their evaluator's id, or the demand itself of a lease."""
 
-Shape = tuple[Kind, int]
-"""The kind, and the count of attempts or tokens. Entries of one flow and shape want the same room."""
+Shape = tuple[DemandKey, int]
+"""The demand's key, and the count of attempts or tokens. Entries of one flow and shape want the same room."""
 
 
 class ReadyEntry(msgspec.Struct, gc=False, kw_only=True):

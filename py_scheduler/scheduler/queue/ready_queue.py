@@ -8,7 +8,7 @@ max_wait_seconds goes before the rest of its namespace.
 head of its shape, is ever looked at. An offer looks at one head of each shape, however long the queue is.
 
 **Overtaken.** Entries that fit may go although heads before them do not. A head is overtaken by an entry behind it that
-takes room which the head could have used (`Room.took_from`), and by nobody else: while a batch waits for 8 GPUs, a
+takes room which the head could have used (see `rivalry`), and by nobody else: while a batch waits for 8 GPUs, a
 sample that needs a CPU alone may go as often as it likes, and one that takes one of the GPUs overtakes it.
 
 **Holding back.** From two moments on a head lets nobody behind it take room that it could use:
@@ -21,7 +21,7 @@ Only the 32 foremost heads that wait are protected so: whoever goes is compared 
 the loop behind a thousand pending leases of as many demands. The 33rd neither counts who passes it nor holds anybody
 back, until one before it has gone.
 
-**Blocked.** An entry that was refused blocks its kind: entries of that kind which want as many tokens or more are
+**Blocked.** An entry that was refused blocks its demand: entries of that demand which want as many tokens or more are
 passed over until something is given back, so that a wake is not a scan. After 8 tokens of an evaluator were refused, 9
 are not tried, and 2 are.
 
@@ -35,7 +35,7 @@ Invariants
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 
@@ -49,16 +49,17 @@ if TYPE_CHECKING:
     from py_scheduler.domain.leases import PlacementDemand
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.placement import Lease
-    from py_scheduler.scheduler.queue.entries import Kind, ReadyEntry
-    from py_scheduler.scheduler.queue.room import Room
+    from py_scheduler.scheduler.queue.entries import DemandKey, ReadyEntry
+    from py_scheduler.scheduler.queue.rivalry import Rivalry
+    from py_scheduler.scheduler.queue.room import Tokens
 
 
 _PROTECTED_HEADS = 32
 
 
 class ReadyQueue:
-    """All that waits for `room`. `policy` says who shares with whom inside a namespace; max_wait_seconds None: nobody
-    is promoted.
+    """All that waits for one room, by the rules of `rivalry`. `policy` says who shares with whom inside a namespace;
+    max_wait_seconds None: nobody is promoted.
 
     `offer` names the next entry to try. Then `look_again`, `admit`, `refuse` or `drop` it, before anything else
     happens.
@@ -66,15 +67,16 @@ class ReadyQueue:
 
     def __init__(
         self,
-        room: Room,
+        rivalry: Rivalry,
         max_bypass: int,
         policy: FlowPolicy = EVEN,
         max_wait_seconds: float | None = None,
     ) -> None:
-        self.room = room
+        self.rivalry = rivalry
+        self.room = rivalry.room
         self.max_bypass = max_bypass
         self.policy = policy
-        self.shares = room.shares
+        self.shares = self.room.shares
         self.namespaces: dict[str, Flows] = {}
         """Of those that wait."""
         self.generation = 0
@@ -83,8 +85,8 @@ class ReadyQueue:
         """How many of the entries are requests for leases."""
         self._max_wait_seconds = max_wait_seconds
         self._tells_evals_apart = policy.tells_evals_apart
-        self._blocked: dict[Kind, int] = {}
-        """The least number of tokens that was refused of each kind since something came back."""
+        self._blocked: dict[DemandKey, int] = {}
+        """The least number of tokens that was refused of each demand since something came back."""
         self._passed: list[ReadyEntry] = []
         """The heads before the entry that was offered last."""
         self._behind: Iterator[ReadyEntry] | None = None
@@ -222,7 +224,7 @@ class ReadyQueue:
         if self.is_blocked(entry) or self.room.is_capped(entry):
             return False
         holding = [head for head in passed if self._holds_back(head, entry, now)]
-        return not holding or self.room.reserve(entry, holding)
+        return not holding or not self.rivalry.has_to_take_from(entry, holding)
 
     def _holds_back(self, head: ReadyEntry, entry: ReadyEntry, now: float) -> bool:
         """Whether an entry behind a head may take nothing any more that the head could use."""
@@ -248,23 +250,32 @@ class ReadyQueue:
         return self.namespaces[entry.flow[0]].is_overdue(entry, now)
 
     def is_blocked(self, entry: ReadyEntry) -> bool:
-        """Whether so many tokens of its kind, or fewer, were refused since something came back."""
+        """Whether so many tokens of its demand, or fewer, were refused since something came back."""
         least = self._blocked.get(entry.shape[0])
         return least is not None and entry.tokens >= least
 
     # Out
 
-    def admit(self, entry: ReadyEntry, now: float) -> None:
-        """Removes the entry that was offered and that the room has acquired, and charges its flow and its namespace:
-        what it takes is held until it is given back. It counts against each head that it overtook.
+    @overload
+    def admit(self, entry: ReadyBatch, now: float) -> Tokens | None: ...
+    @overload
+    def admit(self, entry: ReadyLease, now: float) -> Lease | None: ...
+    @overload
+    def admit(self, entry: ReadyEntry, now: float) -> Tokens | Lease | None: ...
+    def admit(self, entry: ReadyEntry, now: float) -> Tokens | Lease | None:
+        """Lets the entry in that was offered: it takes its room, its flow and its namespace are charged, and it counts
+        against each head that it overtook. Returns what `Room.take` does; None when it does not fit now, and then it is
+        to be refused.
         """
-        namespace = entry.flow[0]
-        self.namespaces[namespace].waiting[entry.flow].charge(entry.cost)
-        self.shares.take(namespace, entry.shape[0], entry.per_sample, entry.tokens, now)
+        taken = self.room.take(entry, now)
+        if taken is None:
+            return None
+        self.namespaces[entry.flow[0]].waiting[entry.flow].charge(entry.cost)
         for head in self._passed:
-            if self.room.took_from(entry, head):
+            if self.rivalry.took_from(entry, head):
                 head.bypassed += 1
         self.drop(entry, now)
+        return taken
 
     def drop(self, entry: ReadyEntry, now: float) -> None:
         """Removes the entry that was offered: nothing of it is left to run."""
@@ -297,19 +308,19 @@ class ReadyQueue:
     # Not now
 
     def refuse(self, entry: ReadyEntry) -> None:
-        """Blocks the entry's kind, from so many tokens on, until something comes back. The next offer goes on behind
+        """Blocks the entry's demand, from so many tokens on, until something comes back. The next offer goes on behind
         it.
         """
         self._next = self._behind
         self._pass(entry)
-        kind, tokens = entry.shape[0], entry.tokens
-        self._blocked[kind] = min(tokens, self._blocked.get(kind, tokens))
+        key, tokens = entry.shape[0], entry.tokens
+        self._blocked[key] = min(tokens, self._blocked.get(key, tokens))
 
     def unblock(self) -> None:
         """Something came back: everything may be tried again."""
         self._next = None
         self._blocked.clear()
-        self.room.came_back()
+        self.rivalry.known_short.clear()
 
     def shrink(self, batch: ReadyBatch, attempts: list[PlannedAttempt]) -> None:
         """Leaves these attempts of a batch, at least one. It keeps its place, and stands with those that want as much:

@@ -1,33 +1,27 @@
-"""What there is to be had, and who wants the same of it: the pool, permits to run, and the namespaces' quotas.
+"""What there is to be had: the pool, permits to run, and the namespaces' quotas; and what is taken of it.
 
 Kinds of room: GPU, CPU, memory and each named resource of the pool's nodes; permits (`max_running_samples`), of which
 each sample in this server takes one and a lease takes none; and the quota of a namespace, of which its samples and its
 leases take one a token.
 
-Three questions decide everything in the queue:
+Two questions are asked of it (who competes for it, `rivalry` says):
 
 - `fits_ever`: would it fit if everything came back that still can? Nodes that are gone do not come back, and room that
   a stranded handler holds may not. On 8 GPUs of which 1 is stranded a batch of 8 may wait for ever, so nobody waits for
   it. One stranded CPU of 64 makes no difference to it.
 - `is_capped`: is its namespace's quota too far used? With 1 of a quota of 4 held, a batch of 4 is capped, one of 3 is
   not.
-- `took_from`: did an entry that was let in take room which a waiting one, the head, could have used? It did if the head
-  now *waits for* a kind of room that the entry took, on a node that could hold the head's tokens.
-
-A head waits for a kind of room of the pool if the pool could not give it all its tokens of that kind alone. Say that it
-wants 8 GPUs with 4 CPUs each, and that no GPU and 60 CPUs are free: it waits for GPUs. A sample of 1 CPU leaves it 59
-of the 32 CPUs that it needs, and takes nothing from it. Once 32 are left, the next such sample does. If each kind alone
-would do, but never on one node together, the head waits for all of them.
 
 Invariants
-  1. `permits_out` are the permits that were taken and not given back; `shares` counts the tokens of each namespace.
-  2. What `reserve` holds is taken by `acquire` in the same turn of the loop, or given back before it returns.
+  1. `take` and `give_back` alone change what is taken, of everything at once. `permits_out` are the permits that were
+     taken and not given back; `shares` counts the tokens of each namespace.
+  2. What `reserve` holds is taken by `take` in the same turn of the loop, or given back before it returns.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 
@@ -43,10 +37,10 @@ if TYPE_CHECKING:
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.placement import Lease, PlacementPool
-    from py_scheduler.scheduler.queue.entries import Kind, ReadyEntry
+    from py_scheduler.scheduler.queue.entries import ReadyEntry
 
-_MAX_KNOWN = 1_024
-"""Demands of leases are without number: no end of them may be remembered."""
+    Tokens = Sequence[PlacementToken | None]
+    """One for each token that an entry takes; None without a pool."""
 
 
 class StrandedToken(msgspec.Struct, frozen=True):
@@ -98,18 +92,6 @@ class _Stranded:
         self._is_current = True
 
 
-class _Demand(msgspec.Struct):
-    """What is known of one demand."""
-
-    parts: dict[str, Resource]
-    """Of each kind of room that it takes: a demand of that alone, on the same nodes."""
-    labels: dict[str, str]
-    is_for_any_node: bool = False
-    """Whether every node could hold a token of it, were it empty."""
-    layout: int = -1
-    """The pool's layout of which that was said."""
-
-
 class Room:
     """All the room of one server. pool None: only permits and quotas are short."""
 
@@ -127,22 +109,15 @@ class Room:
         self.permits_out = 0
         self.shares = shares if shares is not None else Shares(supply_of(pool, max_permits))
         self.quotas = quotas if quotas is not None else Quotas({})
+        self.last_taken: Tokens = ()
+        """By the entry that was let in last."""
         self._samples: dict[str, Resource] = {}
         """What a sample of each evaluator holds."""
         self._most_tokens: dict[str, int] = {}
         """Of each evaluator, how many samples one batch may run at once: what budget, permits and nodes allow."""
         self._has_fixed_nodes = has_fixed_nodes
-        self._demands: dict[Kind, _Demand] = {}
-        self._waited_for: set[tuple[Kind, int, str]] = set()
-        """A kind and number of tokens that is short of a kind of room, until something comes back."""
         self._reserved: tuple[ReadyEntry, Lease] | None = None
-        self._last_taken: Sequence[PlacementToken | None] = ()
-        """By the entry that was let in last."""
         self._stranded = _Stranded()
-
-    @property
-    def stranded(self) -> Sequence[StrandedToken]:
-        return self._stranded.tokens
 
     # What entries want
 
@@ -173,10 +148,6 @@ class Room:
             return min(spec.resource.concurrency, self.max_permits)
         most = min(tokens_in_budget(spec.resource, spec.sample_resource), self.max_permits)
         return min(most, max(1, self.pool.max_tokens_for(self.sample_of(spec)))) if self._has_fixed_nodes else most
-
-    def nodes_changed(self) -> None:
-        """Nodes of the pool came or went."""
-        self._most_tokens.clear()
 
     # Does it fit?
 
@@ -212,173 +183,90 @@ class Room:
         """Whether it needs more permits than are free."""
         return isinstance(entry, ReadyBatch) and self.max_permits - self.permits_out < entry.tokens
 
-    # Who wants the same?
-
-    def took_from(self, entry: ReadyEntry, head: ReadyEntry) -> bool:
-        """Whether the entry, which has just been let in, took room that a waiting head could have used."""
-        decided = self._decided_by_counts(entry, head, 0)
-        if decided is not None:
-            return decided
-        kinds = self._shared_kinds(entry, head) if self.pool is not None else []
-        return bool(kinds) and self._could_use(head, self._last_taken) and self._waits_for(head, kinds, is_settled=True)
-
-    def reserve(self, entry: ReadyEntry, heads: Sequence[ReadyEntry]) -> bool:
-        """Whether the entry can be let in without taking room that one of these heads could use.
-
-        What it gets of the pool is held for it until it is acquired, which is to follow at once. True as well when it
-        does not fit at all: the acquire says so then.
-        """
-        rivals: list[tuple[ReadyEntry, list[str]]] = []
-        for head in heads:
-            decided = self._decided_by_counts(entry, head, entry.tokens)
-            if decided:
-                return False
-            if decided is None and (kinds := self._shared_kinds(entry, head)):
-                rivals.append((head, kinds))
-        if self.pool is None or not rivals or self.lacks_permits(entry):
-            return True
-        if any(self._is_for_any_node(head) and self._waits_for(head, kinds, is_settled=True) for head, kinds in rivals):
-            return False
-        lease = self._place(entry)
-        if lease is None:
-            return True
-        if any(
-            self._could_use(head, lease.tokens) and self._waits_for(head, kinds, is_settled=False)
-            for head, kinds in rivals
-        ):
-            lease.release()
-            lease = self._place_elsewhere(entry, [head for head, _ in rivals])
-        if lease is not None:
-            self._reserved = (entry, lease)
-        return lease is not None
-
-    def _decided_by_counts(self, entry: ReadyEntry, head: ReadyEntry, more: int) -> bool | None:
-        """Whether an entry takes quota or permits that a head could use, once it has so many tokens more. None:
-        neither.
-
-        What waits for the quota of its own namespace waits for nobody else: another namespace takes nothing from it.
-        """
-        is_own = entry.flow[0] == head.flow[0]
-        left = self.quota_left(head.flow[0])
-        if left is not None and left - more * is_own < head.tokens:
-            return is_own
-        if not isinstance(entry, ReadyBatch) or not isinstance(head, ReadyBatch):
-            return None
-        return True if self.max_permits - self.permits_out - more < head.tokens else None
-
-    def _could_use(self, head: ReadyEntry, tokens: Sequence[PlacementToken | None]) -> bool:
-        """Whether any of these tokens is on a node that could hold one of a head's."""
-        assert self.pool is not None
-        nodes = {token.node_ip for token in tokens if token is not None}
-        return any(self.pool.could_hold(head.per_sample, node_ip) for node_ip in nodes)
-
-    def _waits_for(self, head: ReadyEntry, kinds: Sequence[str], *, is_settled: bool) -> bool:
-        """Whether a head waits for one of these kinds of room. is_settled: whether what is held now stays so until
-        something comes back.
-        """
-        if any(self._is_short_of(head, kind, is_settled=is_settled) for kind in kinds):
-            return True
-        assert self.pool is not None
-        if self.pool.free_tokens_for(head.per_sample) >= head.tokens:
-            return False
-        others = self._demand(head).parts.keys() - kinds
-        return not any(self._is_short_of(head, kind, is_settled=is_settled) for kind in others)
-
-    def _is_short_of(self, head: ReadyEntry, kind: str, *, is_settled: bool) -> bool:
-        """Whether the pool could not give a head all its tokens of one kind alone."""
-        known = (head.shape[0], head.tokens, kind)
-        if known in self._waited_for:
-            return True
-        assert self.pool is not None
-        is_short = self.pool.free_tokens_for(self._demand(head).parts[kind]) < head.tokens
-        if is_short and is_settled:
-            self._waited_for.add(known)
-        return is_short
-
-    def _shared_kinds(self, entry: ReadyEntry, head: ReadyEntry) -> list[str]:
-        """The kinds of room that both take, if a node can have the labels of both."""
-        one, other = self._demand(entry), self._demand(head)
-        if one.labels and any(other.labels.get(label, value) != value for label, value in one.labels.items()):
-            return []
-        return [kind for kind in one.parts if kind in other.parts]
-
-    def _demand(self, entry: ReadyEntry) -> _Demand:
-        demand = self._demands.get(entry.shape[0])
-        if demand is None:
-            if len(self._demands) >= _MAX_KNOWN:
-                self._demands.clear()
-            demand = self._demands[entry.shape[0]] = _Demand(
-                _parts_of(entry.per_sample), entry.per_sample.required_labels
-            )
-        return demand
-
-    def _is_for_any_node(self, head: ReadyEntry) -> bool:
-        assert self.pool is not None
-        demand, layout = self._demand(head), self.pool.layout_version
-        if demand.layout != layout:
-            demand.is_for_any_node, demand.layout = self.pool.could_hold_everywhere(head.per_sample), layout
-        return demand.is_for_any_node
-
     # Taken and given back
 
-    def acquire(self, batch: ReadyBatch) -> Sequence[PlacementToken | None] | None:
-        """One token (None without a pool) for each permit that a batch takes; None when it does not fit now."""
-        if self.max_permits - self.permits_out < batch.tokens:
+    @overload
+    def take(self, entry: ReadyBatch, now: float) -> Tokens | None: ...
+    @overload
+    def take(self, entry: ReadyLease, now: float) -> Lease | None: ...
+    @overload
+    def take(self, entry: ReadyEntry, now: float) -> Tokens | Lease | None: ...
+    def take(self, entry: ReadyEntry, now: float) -> Tokens | Lease | None:
+        """All that an entry takes when it is let in: of the pool and of its namespace's share, and permits if it is a
+        batch. Returns the batch's tokens, or a lease; None when it does not fit now, and then nothing is taken.
+        """
+        is_batch = isinstance(entry, ReadyBatch)
+        if is_batch and self.max_permits - self.permits_out < entry.tokens:
             return None
-        tokens: Sequence[PlacementToken | None]
+        lease: Lease | None = None
         if self.pool is None:
-            tokens = [None] * batch.tokens
+            assert is_batch, "without a pool nobody asks for a lease"
+            tokens: Tokens = [None] * entry.tokens
         else:
-            lease = self._place(batch)
+            lease = self._place(self.pool, entry)
             if lease is None:
                 return None
             tokens = lease.tokens
-        self.permits_out += batch.tokens
-        self._last_taken = tokens
-        return tokens
-
-    def acquire_lease(self, entry: ReadyLease) -> Lease | None:
-        """None when it does not fit now."""
-        lease = self._place(entry)
-        if lease is not None:
-            self._last_taken = lease.tokens
+        self.last_taken = tokens
+        self.shares.take(entry.flow[0], entry.shape[0], entry.per_sample, entry.tokens, now)
+        if is_batch:
+            self.permits_out += entry.tokens
+            return tokens
         return lease
 
-    def _place(self, entry: ReadyEntry) -> Lease | None:
+    def give_back_permit(self, spec: EvaluatorSpec, namespace: str, taken_at: float, now: float) -> None:
+        """A permit and its token, which the pool has back already."""
+        self.permits_out -= 1
+        self.shares.give_back(namespace, spec.evaluator_id, self.sample_of(spec), 1, taken_at, now)
+
+    def give_back_leased(self, namespace: str, per_sample: Resource, tokens: int, taken_at: float, now: float) -> None:
+        """Tokens of a lease, which the pool has back already."""
+        self.shares.give_back(namespace, per_sample, per_sample, tokens, taken_at, now)
+
+    def reserve(self, entry: ReadyEntry, apart_from: Sequence[ReadyEntry] = ()) -> Sequence[PlacementToken] | None:
+        """Holds what an entry would get of the pool now, until it is taken or another place is reserved. None: it does
+        not fit, or not on the nodes alone that none of `apart_from` could use.
+        """
+        assert self.pool is not None
+        self._let_go()
+        if apart_from:
+            demands = [other.per_sample for other in apart_from]
+            lease = self.pool.try_acquire_apart(entry.per_sample, entry.tokens, demands)
+        else:
+            lease = self._place(self.pool, entry)
+        if lease is None:
+            return None
+        self._reserved = entry, lease
+        return lease.tokens
+
+    def _let_go(self) -> None:
+        if self._reserved is not None:
+            self._reserved[1].release()
+            self._reserved = None
+
+    def _place(self, pool: PlacementPool, entry: ReadyEntry) -> Lease | None:
         if self._reserved is not None:
             reserved, lease = self._reserved
-            self._reserved = None
             if reserved is entry:
+                self._reserved = None
                 return lease
-            lease.release()
-        assert self.pool is not None, "without a pool nobody asks for a lease"
+            self._let_go()
         if isinstance(entry, ReadyBatch):
-            return self.pool.try_acquire_batch(entry.spec.resource, entry.per_sample, entry.tokens)
+            return pool.try_acquire_batch(entry.spec.resource, entry.per_sample, entry.tokens)
         assert isinstance(entry, ReadyLease)
-        return self.pool.try_acquire_batch(entry.budget, entry.per_sample, entry.tokens)
+        return pool.try_acquire_batch(entry.budget, entry.per_sample, entry.tokens)
 
-    def _place_elsewhere(self, entry: ReadyEntry, heads: Sequence[ReadyEntry]) -> Lease | None:
-        """On nodes alone that none of these heads could use, where the pool by itself would have taken others."""
-        assert self.pool is not None
-        return self.pool.try_acquire_apart(entry.per_sample, entry.tokens, [head.per_sample for head in heads])
+    # What there is changes
 
-    def came_back(self) -> None:
-        """Something was given back, or a node came: who was short may be so no longer."""
-        self._waited_for.clear()
+    def nodes_changed(self, now: float) -> None:
+        """Nodes of the pool came or went."""
+        self._most_tokens.clear()
+        self.shares.supply_is(supply_of(self.pool, self.max_permits), now)
+
+    @property
+    def stranded(self) -> Sequence[StrandedToken]:
+        return self._stranded.tokens
 
     def strand(self, tokens: Sequence[StrandedToken]) -> None:
         """These are all that handlers hold which do not stop."""
         self._stranded.strand(tokens)
-
-
-def _parts_of(demand: Resource) -> dict[str, Resource]:
-    labels = demand.required_labels
-    parts = {
-        "gpu": Resource(gpu=demand.gpu, required_labels=labels),
-        "cpu": Resource(cpu=demand.cpu, required_labels=labels),
-        "memory_gb": Resource(memory_gb=demand.memory_gb, required_labels=labels),
-    }
-    parts = {kind: part for kind, part in parts.items() if getattr(part, kind) > 0}
-    return parts | {
-        f"named.{name}": Resource(named={name: amount}, required_labels=labels) for name, amount in demand.named.items()
-    }

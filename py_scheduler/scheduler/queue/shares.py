@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.resources import Resource
-from py_scheduler.scheduler.queue.entries import Kind
+from py_scheduler.scheduler.queue.entries import DemandKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,8 +56,8 @@ class _Account(msgspec.Struct, gc=False):
     """Nothing before that moment counts."""
     usual_seconds: float = 0.0
     """How long its tokens are held; 0: none was given back yet."""
-    tokens_of: dict[Kind, int] = {}
-    """The tokens that it holds, by their kind."""
+    tokens_of: dict[DemandKey, int] = {}
+    """The tokens that it holds, by their demand."""
 
 
 class Shares:
@@ -79,11 +79,11 @@ class Shares:
         if supply == self._supply:
             return
         self._supply = supply
-        self._share_of = {kind: self._dominant(demand, is_outside=False) for kind, demand in self._demand_of.items()}
+        self._share_of = {key: self._dominant(demand, is_outside=False) for key, demand in self._demand_of.items()}
         for account in self._accounts.values():
             account.settled += account.held * now - account.held_since
             account.counts_from = now
-            account.held = sum([self._share_now(kind) * count for kind, count in account.tokens_of.items()])
+            account.held = sum([self._share_now(key) * count for key, count in account.tokens_of.items()])
             account.held_since = account.held * now
 
     def weight_of(self, namespace: str) -> float:
@@ -126,28 +126,28 @@ class Shares:
 
     # What is held
 
-    def take(self, namespace: str, kind: Kind, demand: Resource | None, tokens: int, now: float) -> None:
+    def take(self, namespace: str, key: DemandKey, demand: Resource | None, tokens: int, now: float) -> None:
         """demand: of one token; None: it takes nothing but a place."""
         account = self._accounts.get(namespace)
         if account is None:
             account = self._accounts[namespace] = _Account(counts_from=now)
-        share = self._share(kind, demand) * tokens
+        share = self._share(key, demand) * tokens
         account.tokens += tokens
-        account.tokens_of[kind] = account.tokens_of.get(kind, 0) + tokens
+        account.tokens_of[key] = account.tokens_of.get(key, 0) + tokens
         account.held += share
         account.held_since += share * now
 
     def give_back(
-        self, namespace: str, kind: Kind, demand: Resource | None, tokens: int, taken_at: float, now: float
+        self, namespace: str, key: DemandKey, demand: Resource | None, tokens: int, taken_at: float, now: float
     ) -> None:
         account = self._accounts[namespace]
-        share, since = self._share(kind, demand) * tokens, max(taken_at, account.counts_from)
+        share, since = self._share(key, demand) * tokens, max(taken_at, account.counts_from)
         seconds = max(now - taken_at, _LEAST_SECONDS)
         account.settled += share * max(now - since, _LEAST_SECONDS)
         account.tokens -= tokens
-        account.tokens_of[kind] -= tokens
-        if not account.tokens_of[kind]:
-            del account.tokens_of[kind]
+        account.tokens_of[key] -= tokens
+        if not account.tokens_of[key]:
+            del account.tokens_of[key]
         account.held -= share
         account.held_since -= share * since
         if not account.tokens:
@@ -166,28 +166,28 @@ class Shares:
         used = account.settled + held_until_now + account.held * self._usual_seconds_of(account)
         return used / self.weight_of(namespace)
 
-    def level_of(self, namespace: str, kind: Kind, demand: Resource | None, tokens: int) -> float:
+    def level_of(self, namespace: str, key: DemandKey, demand: Resource | None, tokens: int) -> float:
         """How much higher its level is for so many tokens more."""
         account = self._accounts.get(namespace)
         seconds = self._usual_seconds if account is None else self._usual_seconds_of(account)
-        return self._share(kind, demand) * tokens * seconds / self.weight_of(namespace)
+        return self._share(key, demand) * tokens * seconds / self.weight_of(namespace)
 
     def _usual_seconds_of(self, account: _Account) -> float:
         return account.usual_seconds or self._usual_seconds
 
-    def _share(self, kind: Kind, demand: Resource | None) -> float:
+    def _share(self, key: DemandKey, demand: Resource | None) -> float:
         """A token's dominant share. Of evaluators it is kept; demands of leases are without number."""
-        if not isinstance(kind, str):
+        if not isinstance(key, str):
             return self._dominant(demand, is_outside=True)
-        share = self._share_of.get(kind)
+        share = self._share_of.get(key)
         if share is None:
-            self._demand_of[kind] = demand
-            share = self._share_of[kind] = self._dominant(demand, is_outside=False)
+            self._demand_of[key] = demand
+            share = self._share_of[key] = self._dominant(demand, is_outside=False)
         return share
 
-    def _share_now(self, kind: Kind) -> float:
-        """Of a kind that is held."""
-        return self._share(kind, kind if isinstance(kind, Resource) else self._demand_of[kind])
+    def _share_now(self, key: DemandKey) -> float:
+        """Of a demand that is held."""
+        return self._share(key, key if isinstance(key, Resource) else self._demand_of[key])
 
     def _dominant(self, demand: Resource | None, *, is_outside: bool) -> float:
         """A scheduler outside runs its samples in places of its own."""

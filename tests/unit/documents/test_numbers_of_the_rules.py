@@ -23,6 +23,7 @@ from py_scheduler.scheduler.queue.entries import ReadyBatch
 from py_scheduler.scheduler.queue.flows import FlowPolicy
 from py_scheduler.scheduler.queue.quotas import Quotas
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
+from py_scheduler.scheduler.queue.rivalry import Rivalry
 from py_scheduler.scheduler.queue.room import Room, StrandedToken
 from py_scheduler.scheduler.queue.shares import Shares
 from py_scheduler.scheduler.settings import EngineSettings
@@ -72,7 +73,7 @@ class Cluster:
             for no in range(-(-gpus // 60))
         ]
         self.room = Room(PlacementPool(nodes), quotas=Quotas(quotas or {}), has_fixed_nodes=fixed)
-        self.queue = ReadyQueue(self.room, max_bypass, FlowPolicy(eval_weight), max_wait_seconds)
+        self.queue = ReadyQueue(Rivalry(self.room), max_bypass, FlowPolicy(eval_weight), max_wait_seconds)
         self.now = 0.0
         self.held: list[Lease | None] = []
         self.taken: list[object] = []
@@ -111,12 +112,11 @@ class Cluster:
         served: list[str] = []
         while len(served) < most and (entry := self.queue.offer(self.now)) is not None:
             assert isinstance(entry, ReadyBatch)
-            tokens = self.room.acquire(entry)
+            tokens = self.queue.admit(entry, self.now)
             if tokens is None:
                 self.queue.refuse(entry)
             else:
                 self.taken.append(tokens)  # What nobody has any more is given back.
-                self.queue.admit(entry, self.now)
                 served.append(entry.attempts[0].task.prompt)
         return served
 
@@ -173,7 +173,7 @@ def test_what_a_blocked_head_is_owed(weight: float, training: int) -> None:
     assert cluster.serve_what_comes_back(8) == training * ["t"] + ["e"] + (4 - training) * ["t"]
 
 
-def test_a_refusal_blocks_a_kind_from_so_many_tokens_on() -> None:
+def test_a_refusal_blocks_a_demand_from_so_many_tokens_on() -> None:
     says("After a batch of 4 was refused, those of 4 and of 9 are not tried, one of 2 is.")
     cluster = Cluster(3)
     for count in (4, 9, 2):

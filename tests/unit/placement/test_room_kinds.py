@@ -27,6 +27,7 @@ from py_scheduler.placement import PlacementPool, check_deadlock, load_cluster_l
 from py_scheduler.planning import BatchNeed, plan_spec, sample_packing
 from py_scheduler.scheduler.leases.manager import node_view
 from py_scheduler.scheduler.queue.entries import ReadyLease
+from py_scheduler.scheduler.queue.rivalry import Rivalry
 from py_scheduler.scheduler.queue.room import Room
 from py_scheduler.scheduler.queue.shares import Shares, supply_of
 from py_scheduler.wire.placement import SHORTAGES
@@ -131,9 +132,9 @@ def test_a_share_is_the_part_of_it_that_is_taken(kind: str) -> None:
 @every_kind
 def test_who_takes_it_takes_what_a_head_waits_for(kind: str) -> None:
     pool = pool_of(kind, 4)
-    room = Room(pool)
+    rivalry = Rivalry(Room(pool))
     with pool.try_acquire_apart(of(kind, 1), 1, []) or pytest.fail("it fits"):
-        assert not room.reserve(entry_of(of(kind, 1)), [entry_of(of(kind, 4))])
+        assert rivalry.has_to_take_from(entry_of(of(kind, 1)), [entry_of(of(kind, 4))])
 
 
 @every_kind

@@ -11,6 +11,7 @@ from py_scheduler.domain.leases import PlacementDemand
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.placement import PlacementPool
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
+from py_scheduler.scheduler.queue.rivalry import Rivalry
 from py_scheduler.scheduler.queue.room import Room, StrandedToken
 from tests.support.rooms import OneKindOfRoom
 
@@ -59,18 +60,17 @@ def push(queue: ReadyQueue, per_sample: Resource, queued_at: float = 0.0) -> Non
 def admit_all(queue: ReadyQueue, limit: int = 1 << 30) -> int:
     count = 0
     while count < limit and (entry := queue.offer(0.0)) is not None:
-        if queue.room.acquire_lease(entry) is None:  # type: ignore[arg-type]
+        if queue.admit(entry, 0.0) is None:
             queue.refuse(entry)
         else:
             count += 1
-            queue.admit(entry, 0.0)
     return count
 
 
 def work_behind_a_labelled_head(nodes: int) -> int:
     """Of 20 shapes that must leave a node to a head, and take each a GPU elsewhere."""
     pool = pool_of(nodes)
-    queue = ReadyQueue(Room(pool), max_bypass=0)
+    queue = ReadyQueue(Rivalry(Room(pool)), max_bypass=0)
     in_use = pool.try_acquire_apart(GPU, 1, [])
     assert in_use is not None
     push(queue, Resource(gpu=8, required_labels={"zone": "a"}))
@@ -128,7 +128,7 @@ def stranded(count: int) -> list[StrandedToken]:
 def work_of_a_stranding(nodes: int) -> int:
     pool = CountingPool(pool_of(nodes))
     room = Room(pool)  # type: ignore[arg-type]
-    queue = ReadyQueue(room, max_bypass=0)
+    queue = ReadyQueue(Rivalry(room), max_bypass=0)
     push(queue, Resource(gpu=8))
     (entry,) = queue.entries()
     entry.tokens = nodes
@@ -154,7 +154,7 @@ def test_a_stranding_takes_as_much_work_as_there_is_stranded_and_not_as_there_ar
 
 def test_tokens_that_look_the_same_strand_and_come_back_one_by_one() -> None:
     room = Room(pool_of(2))
-    queue = ReadyQueue(room, max_bypass=0)
+    queue = ReadyQueue(Rivalry(room), max_bypass=0)
     push(queue, Resource(gpu=1))
     (entry,) = queue.entries()
     share = StrandedToken("default", Resource(gpu=0.5), "n1", (0,))

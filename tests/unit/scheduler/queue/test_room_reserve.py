@@ -5,6 +5,7 @@ from __future__ import annotations
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.placement import Lease, PlacementPool
 from py_scheduler.scheduler.queue.entries import ReadyLease
+from py_scheduler.scheduler.queue.rivalry import Rivalry
 from py_scheduler.scheduler.queue.room import Room
 
 
@@ -47,8 +48,8 @@ def test_an_entry_is_placed_on_nodes_that_no_head_could_use() -> None:
     room, head, entry = Room(pool), entry_of(IN_ZONE, 1), entry_of(Resource(gpu=1), 3)
     held = pool.try_acquire_apart(Resource(gpu=1), 1, [])
     assert held is not None
-    assert room.reserve(entry, [head])
-    lease = room.acquire_lease(entry)
+    assert not Rivalry(room).has_to_take_from(entry, [head])
+    lease = room.take(entry, 0.0)
     assert nodes_of(lease) == ["b", "c", "b"], "the pool by itself would have taken a, which has 7 GPUs left"
     held.release()
     assert pool.free_tokens_for(IN_ZONE) == 1
@@ -56,9 +57,11 @@ def test_an_entry_is_placed_on_nodes_that_no_head_could_use() -> None:
 
 def test_what_fits_nowhere_else_is_not_let_in() -> None:
     pool = make_pool()
-    room, head = Room(pool), entry_of(IN_ZONE, 1)
+    rivalry, head = Rivalry(Room(pool)), entry_of(IN_ZONE, 1)
     held = pool.try_acquire_apart(Resource(gpu=1), 1, [])
     assert held is not None
-    assert not room.reserve(entry_of(Resource(gpu=1), 5), [head]), "4 fit on b and c, and d drains"
-    assert not room.reserve(entry_of(Resource(gpu=1), 1), [head, entry_of(Resource(gpu=1), 12)]), "it could use all"
+    assert rivalry.has_to_take_from(entry_of(Resource(gpu=1), 5), [head]), "4 fit on b and c, and d drains"
+    assert rivalry.has_to_take_from(entry_of(Resource(gpu=1), 1), [head, entry_of(Resource(gpu=1), 12)]), (
+        "it could use all"
+    )
     assert pool.free_tokens_for(Resource(gpu=1)) == 11, "nothing is held"

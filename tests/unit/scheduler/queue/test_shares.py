@@ -16,6 +16,7 @@ from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.scheduler.queue.entries import ReadyBatch
 from py_scheduler.scheduler.queue.quotas import Quotas
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
+from py_scheduler.scheduler.queue.rivalry import Rivalry
 from py_scheduler.scheduler.queue.room import Room
 from py_scheduler.scheduler.queue.shares import Shares
 from tests.support.handlers import SolvingAgent, spec_of
@@ -30,7 +31,7 @@ class Teams:
 
     def __init__(self, places: int, weights: dict[str, float], seed: int = 0, max_bypass: int = 64) -> None:
         self.shares = Shares({"places": float(places)}, weights)
-        self.queue = ReadyQueue(OneKindOfRoom(shares=self.shares), max_bypass)
+        self.queue = ReadyQueue(OneKindOfRoom(Room(shares=self.shares)), max_bypass)
         self.free = places
         self.now = 0.0
         self.seconds: dict[str, float] = {}
@@ -206,7 +207,7 @@ def test_when_nobody_waits_the_past_is_forgotten() -> None:
 
 def test_a_namespace_at_its_quota_is_passed_over_and_holds_nobody_back() -> None:
     shares = Shares({"places": 100.0})
-    queue = ReadyQueue(Room(quotas=Quotas({"a": Quota(max_running_samples=2)}), shares=shares), 0)
+    queue = ReadyQueue(Rivalry(Room(quotas=Quotas({"a": Quota(max_running_samples=2)}), shares=shares)), 0)
     teams = Teams(100, {})
     teams.queue = queue
     teams.push("a", 5)

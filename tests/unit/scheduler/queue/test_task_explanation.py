@@ -16,6 +16,7 @@ from py_scheduler.placement import PlacementPool
 from py_scheduler.scheduler.ledger.records import submission_and_number, task_id_of
 from py_scheduler.scheduler.queue.explanations import TaskExplainer
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
+from py_scheduler.scheduler.queue.rivalry import Rivalry
 from py_scheduler.scheduler.queue.room import Room
 from py_scheduler.scheduler.slices import at_once
 from tests.support.handlers import SolvingAgent, spec_of
@@ -47,7 +48,7 @@ def attempts_of(task_id: str, count: int, step: float) -> list[PlannedAttempt]:
 
 
 def queue_of(pool: PlacementPool | None = None) -> ReadyQueue:
-    return ReadyQueue(Room(pool, max_permits=5), max_bypass=5)
+    return ReadyQueue(Rivalry(Room(pool, max_permits=5)), max_bypass=5)
 
 
 def waits(queue: ReadyQueue, task_id: str, ended: str = "") -> tuple[TaskWait, ...]:
