@@ -20,12 +20,13 @@ _MODULES = {
     "domain.collecting": "CollectReply TaskResult UnfinishedTask",
     "domain.evaluator": "BaseAgent Episode EvaluatorSpec",
     "domain.events": (
-        "AbortRequested AttemptEnded AttemptStarted ResultsAcknowledged ResultsCollected ResultsDiscarded "
+        "AbortRequested AttemptEnded AttemptStarted EndpointsSet ResultsAcknowledged ResultsCollected ResultsDiscarded "
         "TaskDone TrainingResumed WeightsChanged"
     ),
     "domain.explanations": "TaskExplanation",
     "domain.generation": (
-        "ChatMessage FinishReason Generation GenerationState PauseMode SamplingParams StoppingCriteria"
+        "ChatMessage EndpointState EndpointView FinishReason Generation GenerationState PauseMode SamplingParams "
+        "StoppingCriteria"
     ),
     "domain.leases": "CapacityView LeaseState LeaseToken LeaseView PlacementView ReleaseReply",
     "domain.requests": (

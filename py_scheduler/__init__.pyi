@@ -23,6 +23,7 @@ from py_scheduler.domain.events import (
     AbortRequested,
     AttemptEnded,
     AttemptStarted,
+    EndpointsSet,
     ResultsAcknowledged,
     ResultsCollected,
     ResultsDiscarded,
@@ -33,6 +34,8 @@ from py_scheduler.domain.events import (
 from py_scheduler.domain.explanations import TaskExplanation
 from py_scheduler.domain.generation import (
     ChatMessage,
+    EndpointState,
+    EndpointView,
     FinishReason,
     Generation,
     GenerationState,
@@ -139,6 +142,9 @@ __all__ = [
     "DataSource",
     "Decay",
     "Delivery",
+    "EndpointState",
+    "EndpointView",
+    "EndpointsSet",
     "EngineRejectedError",
     "EngineUnavailableError",
     "Episode",

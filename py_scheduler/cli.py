@@ -21,6 +21,11 @@ _COMMANDS = (
     ("abort", "stop a submission of a running server, or some of its tasks", "abort 7 --reason 'too long'"),
     ("plan", "say what a cluster can hold, without a server", "plan cluster.json scheduler.toml"),
     ("runners", "show what each runner of a running server is at", "runners --target 127.0.0.1:50051"),
+    (
+        "endpoints",
+        "name the servers that a role of a running server generates at, or show them",
+        "endpoints student http://10.0.0.1:30000 http://10.0.0.2:30000",
+    ),
     ("why", "say why a task of a running server waits", "why s1f0c9a2b3d4e5f60-12"),
     (
         "try-handler",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.generation import ChatMessage
+from py_scheduler.domain.ports import ProbedBackend, base_of
 from py_scheduler.errors import ConfigError, EngineRejectedError, EngineUnavailableError, GenerationError
 
 if TYPE_CHECKING:
@@ -107,13 +108,13 @@ class WithExamplesBackend:
         return self._base
 
     async def start(self) -> None:
-        """Learns what the examples are in tokens. Raises EngineUnavailableError when they leave no room."""
-        openings = await self._learnt()
-        context_length = (await self._base.model_info()).context_length
-        if (added := _most_added(openings)) >= context_length:
-            raise EngineUnavailableError(
-                f"the examples take {added} of {context_length} tokens of the context: use fewer or shorter ones"
-            )
+        """Learns what the examples are in tokens; where the base has no server yet, its first user waits for that.
+
+        Raises EngineUnavailableError when they leave no room.
+        """
+        root = base_of(self._base)
+        if not isinstance(root, ProbedBackend) or root.is_up:
+            await self._learnt()
 
     async def close(self) -> None:
         """The base is closed in its own role."""
@@ -151,7 +152,14 @@ class WithExamplesBackend:
     async def _learnt(self) -> list[_Opening]:
         async with self._learning:
             if not self._openings:
-                self._openings = await self._learn()
+                openings = await self._learn()
+                context_length = (await self._base.model_info()).context_length
+                if (added := _most_added(openings)) >= context_length:
+                    raise EngineUnavailableError(
+                        f"the examples take {added} of {context_length} tokens of the context: "
+                        "use fewer or shorter ones"
+                    )
+                self._openings = openings
         return self._openings
 
     async def _learn(self) -> list[_Opening]:

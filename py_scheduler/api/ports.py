@@ -9,7 +9,13 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.collecting import CollectReply, CollectRequest
     from py_scheduler.domain.explanations import TaskExplanation
-    from py_scheduler.domain.generation import GenerationState, PauseMode, WeightUpdate
+    from py_scheduler.domain.generation import (
+        Endpoints,
+        EndpointView,
+        GenerationState,
+        PauseMode,
+        WeightUpdate,
+    )
     from py_scheduler.domain.leases import (
         AcquireRequest,
         CapacityView,
@@ -52,13 +58,19 @@ class PlacementPort(Protocol):
 
 
 class GenerationPort(Protocol):
-    """Pauses and weights of the language models."""
+    """Pauses, weights and servers of the language models."""
 
     async def pause(self, role: str, mode: PauseMode) -> GenerationState: ...
 
     async def resume(self, role: str) -> GenerationState: ...
 
     async def update_weights(self, role: str, update: WeightUpdate) -> GenerationState: ...
+
+    async def weights_changed(self, role: str, version: str) -> GenerationState: ...
+
+    async def set_endpoints(self, role: str, endpoints: Endpoints | None) -> list[EndpointView]: ...
+
+    def endpoints(self) -> dict[str, list[EndpointView]]: ...
 
     async def states(self, *roles: str) -> list[GenerationState]: ...
 

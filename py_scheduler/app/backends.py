@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from py_scheduler.config import Config, collecting, convert_table
 from py_scheduler.domain.generation import STUDENT
+from py_scheduler.domain.limits import ADDRESS_EXAMPLE, is_address
 from py_scheduler.domain.ports import GenerationControl, base_of
 from py_scheduler.errors import ConfigError, FieldViolation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from py_scheduler.domain.ports import GenerationBackend
 
@@ -90,23 +90,22 @@ def _build_embedded(table: dict[str, Any], key: str, base_dir: Path, _backends: 
 
 
 def _build_sglang(table: dict[str, Any], key: str, _base_dir: Path, _backends: Backends) -> GenerationBackend:
-    """One server, a router with its workers, or several servers, as `base_url` and `base_urls` say."""
+    """One server or a router with its workers, as `base_url` says, or as many as `base_urls` says, which can be changed
+    while it runs.
+    """
     from py_scheduler.adapters.sglang.backend import SglangBackend  # noqa: PLC0415 - like the other adapters
     from py_scheduler.adapters.sglang.settings import SglangSettings  # noqa: PLC0415
 
     faults: list[FieldViolation] = []
     addresses = {name: table.pop(name) for name in ("base_url", "base_urls", "control_urls") if name in table}
     if "base_urls" in addresses:
-        faults += [
-            FieldViolation(f"{key}.{name}", "base_urls are asked directly: leave one of the two out")
-            for name in addresses
-            if name != "base_urls"
-        ]
+        faults += _mixture_faults(addresses, key)
         fleet = table.pop("fleet", {})
     else:
         addresses.setdefault("base_url", None)
     for name, value in addresses.items():
-        faults += _address_faults(value if name != "base_url" else [value], f"{key}.{name}")
+        may_be_empty = name == "base_urls"
+        faults += _address_faults(value if name != "base_url" else [value], f"{key}.{name}", may_be_empty=may_be_empty)
     if faults:
         raise ConfigError(faults)
     if "base_urls" in addresses:
@@ -119,31 +118,37 @@ def _build_sglang(table: dict[str, Any], key: str, _base_dir: Path, _backends: B
             fleet = convert_table(fleet, FleetSettings, f"{key}.fleet")
         if faults:
             raise ConfigError(faults)
-        return SglangFleet(addresses["base_urls"], settings=settings, fleet=fleet)
+        controls = addresses.get("control_urls", ())
+        return SglangFleet(addresses["base_urls"], control_urls=controls, settings=settings, fleet=fleet)
     settings = convert_table(table, SglangSettings, key)
     return SglangBackend(addresses["base_url"], control_urls=addresses.get("control_urls", ()), settings=settings)
 
 
-def _address_faults(urls: object, key: str) -> list[FieldViolation]:
-    example = 'such as "http://127.0.0.1:30000"'
-    if not isinstance(urls, list) or not urls:
-        return [FieldViolation(key, f"must be a list of one or more addresses, {example}")]
-    if bad := [url for url in urls if not _is_address(url)]:
+def _mixture_faults(addresses: Mapping[Any, Any], key: str) -> list[FieldViolation]:
+    """Beside `base_urls`."""
+    faults = []
+    if "base_url" in addresses:
+        faults.append(FieldViolation(f"{key}.base_url", "base_urls are asked directly: leave one of the two out"))
+    urls = addresses["base_urls"]
+    if "control_urls" in addresses and isinstance(urls, list) and len(urls) != 1:
+        said = "are the workers behind one router, and base_urls are asked directly: leave one of the two out"
+        faults.append(FieldViolation(f"{key}.control_urls", said))
+    return faults
+
+
+def _address_faults(urls: object, key: str, *, may_be_empty: bool) -> list[FieldViolation]:
+    if not isinstance(urls, list) or not (urls or may_be_empty):
+        return [
+            FieldViolation(
+                key, f"must be a list of {'' if may_be_empty else 'one or more '}addresses, {ADDRESS_EXAMPLE}"
+            )
+        ]
+    if bad := [url for url in urls if not is_address(url)]:
         said = "is missing or no address" if bad == [None] else f"{bad[0]!r} is no address"
-        return [FieldViolation(key, f"{said}: {example}")]
+        return [FieldViolation(key, f"{said}: {ADDRESS_EXAMPLE}")]
     if len({url.rstrip("/") for url in urls}) < len(urls):
         return [FieldViolation(key, "names an address twice")]
     return []
-
-
-def _is_address(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        parts = urlsplit(value)
-        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such as a port that is no number
-        return False
 
 
 def _build_with_examples(table: dict[str, Any], key: str, base_dir: Path, backends: Backends) -> GenerationBackend:

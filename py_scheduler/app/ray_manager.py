@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from py_scheduler.app.serving import in_process
 from py_scheduler.config import parse_config
-from py_scheduler.domain.generation import PauseMode, WeightUpdate
+from py_scheduler.domain.generation import Endpoints, PauseMode, WeightUpdate
 from py_scheduler.errors import FailedPreconditionError
 from py_scheduler.execution.held_open import HeldOpen
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
-    from py_scheduler.domain.generation import GenerationState
+    from py_scheduler.domain.generation import EndpointView, GenerationState
     from py_scheduler.domain.runners.runner import RunnerView
     from py_scheduler.interfaces.step_results import EvalResult, RolloutResult
     from py_scheduler.interfaces.task_scheduler import TaskScheduler
@@ -90,6 +90,17 @@ class SchedulerRolloutManager:
     async def update_weights(self, model_path: str, weight_version: str, role: str = "student") -> GenerationState:
         update = WeightUpdate(model_path=model_path, weight_version=weight_version)
         return await self._started.engine.generation.update_weights(role, update)
+
+    async def weights_changed(self, weight_version: str, role: str = "student") -> GenerationState:
+        """Within a pause: you have put these weights there yourself."""
+        return await self._started.engine.generation.weights_changed(role, weight_version)
+
+    async def set_endpoints(
+        self, role: str, urls: Sequence[str] | None, control_urls: Sequence[str] = ()
+    ) -> list[EndpointView]:
+        """As `GenerationClient.set_endpoints`."""
+        endpoints = None if urls is None else Endpoints(urls=tuple(urls), control_urls=tuple(control_urls))
+        return await self._started.engine.generation.set_endpoints(role, endpoints)
 
     async def resume(self, role: str = "student") -> GenerationState:
         return await self._started.engine.generation.resume(role)

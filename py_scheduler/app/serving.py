@@ -21,6 +21,7 @@ from py_scheduler.app.backends import base_role
 from py_scheduler.app.building import build
 from py_scheduler.app.journal import state_dir_of
 from py_scheduler.app.loop_watchdog import LoopWatchdog
+from py_scheduler.domain.ports import MovableBackend
 from py_scheduler.errors import ConfigError, EngineUnavailableError, first_of
 from py_scheduler.execution.containment import contained_task
 from py_scheduler.knobs import hand_set_warnings
@@ -66,6 +67,7 @@ async def serve(
         if parts.front is not None:
             stack.push_async_callback(parts.front.close)
             _log.info("generation gateway: listening on %s", ", ".join(parts.front.bind()))
+        parts.scheduler.read_journal()
         if not await start_backends(parts, stack, stop):
             return 0
         await open_front(parts, stack)
@@ -140,6 +142,8 @@ async def _start_backend(parts: Parts, role: str, ready: dict[str, asyncio.Event
         await ready[base].wait()
     kind = table.get("kind", type(backend).__name__)
     place = table.get("base_url") or ", ".join(table.get("base_urls", ()))
+    if isinstance(backend, MovableBackend):
+        place = ", ".join(backend.endpoints.urls) or "no server yet"
     _log.info("engine %s: %s is loading%s", role, kind, place and f" at {place}")
     begun = time.monotonic()
     try:

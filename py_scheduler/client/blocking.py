@@ -241,6 +241,9 @@ class BlockingGenerationClient(BlockingServiceClient[GenerationClient]):
     pause = _calling(GenerationClient.pause)
     resume = _calling(GenerationClient.resume)
     update_weights = _calling(GenerationClient.update_weights)
+    weights_changed = _calling(GenerationClient.weights_changed)
+    set_endpoints = _calling(GenerationClient.set_endpoints)
+    endpoints = _calling(GenerationClient.endpoints)
     states = _calling(GenerationClient.states)
 
     @contextmanager

@@ -17,7 +17,7 @@ from py_scheduler.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
-    from py_scheduler.client import ClientTls, SchedulerClient
+    from py_scheduler.client import ClientTls, GenerationClient, SchedulerClient
 
 _PIPE_WIDTH = 160
 _DEFAULT_TARGET = "127.0.0.1:50051"
@@ -44,6 +44,12 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
 
         settings: dict[str, Any] = {"namespace": namespace, "reconnect_seconds": 0.0}
         return SchedulerClient(self.target, token=self.token, tls=self.tls, **settings)
+
+    def generation_client(self) -> GenerationClient:
+        """Likewise, for what concerns the language models."""
+        from py_scheduler.client import GenerationClient  # noqa: PLC0415 - likewise
+
+        return GenerationClient(self.target, token=self.token, tls=self.tls, reconnect_seconds=0.0)
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:

@@ -6,13 +6,17 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from py_scheduler.commands.common import SUBMISSION_HELP, add_server, connection_of, selector_of, standard_console
+from py_scheduler.commands.views.endpoints import endpoint_lines
+from py_scheduler.errors import PermissionDeniedError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
     from py_scheduler.commands.common import Connection
+    from py_scheduler.domain.generation import EndpointView
     from py_scheduler.domain.requests import ServerInfo, SubmissionSelector, SubmissionView
 
 
@@ -33,8 +37,18 @@ def run(options: argparse.Namespace) -> int:
 async def _show_server(server: Connection, namespace: str, console: Console) -> None:
     """Prints what the server is made of. Raises SchedulerError."""
     async with server.client(namespace) as client:
-        for line in _server_lines(await client.server_info()):
-            console.print(line, soft_wrap=True)
+        info = await client.server_info()
+    for line in _server_lines(info, await _endpoints(server) if info.engines else {}):
+        console.print(line, soft_wrap=True)
+
+
+async def _endpoints(server: Connection) -> dict[str, tuple[EndpointView, ...]]:
+    """None for whoever may not see addresses of engines."""
+    async with server.generation_client() as client:
+        try:
+            return await client.endpoints()
+        except PermissionDeniedError:
+            return {}
 
 
 async def _show_submission(selector: SubmissionSelector, server: Connection, console: Console) -> None:
@@ -45,7 +59,7 @@ async def _show_submission(selector: SubmissionSelector, server: Connection, con
         console.print(line, soft_wrap=True)
 
 
-def _server_lines(info: ServerInfo) -> list[str]:
+def _server_lines(info: ServerInfo, endpoints: Mapping[str, Sequence[EndpointView]]) -> list[str]:
     lines = [
         f"py-scheduler {info.version}",
         *(
@@ -59,6 +73,8 @@ def _server_lines(info: ServerInfo) -> list[str]:
         if engine.streaming:
             model += f"  streams {engine.streaming}"
         lines.append(f"engine     {engine.role}  {model}")
+        if engine.role in endpoints:
+            lines += endpoint_lines(engine.role, endpoints[engine.role])
     for node in info.nodes:
         free = " ".join(f"{share:.2f}" for share in node.free_gpus)
         lines.append(f"node       {node.node_ip}  gpus free [{free}]  {node.words}")

@@ -14,6 +14,7 @@ from typing import final
 import msgspec
 
 from py_scheduler.domain.collecting import UnfinishedTask
+from py_scheduler.domain.generation import Endpoints
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState
 from py_scheduler.domain.task import BatchId, Task
 from py_scheduler.domain.training.iteration import IterationContext
@@ -196,6 +197,22 @@ class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
         return ""
 
 
+class EndpointsSet(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
+    """A language model has other servers. Of no submission and of no namespace, as WeightsChanged is.
+
+    roles: those that rest on it. endpoints: None from a watch, since addresses are no namespace's business, and where
+    the configuration's own count again.
+    """
+
+    roles: tuple[str, ...]
+    endpoints: Endpoints | None
+    unix_seconds: float
+
+    @property
+    def submission_id(self) -> str:
+        return ""
+
+
 class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
     """A namespace's trainer starts, or starts again from a checkpoint: it trains on nothing that ended before."""
 
@@ -260,6 +277,7 @@ JournalledEvent = (
     | ResultsDiscarded
     | WeightsChanged
     | TrainingResumed
+    | EndpointsSet
 )
 Event = AttemptsLeased | JournalledEvent
 

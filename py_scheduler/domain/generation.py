@@ -89,6 +89,36 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     weight_version: str
 
 
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Where a role generates: the addresses of its servers, or of the one router in front of the workers that
+    `control_urls` names. No urls: there is no server yet.
+    """
+
+    urls: tuple[str, ...]
+    control_urls: tuple[str, ...] = ()
+
+
+class EndpointState(StrEnum):
+    """WARMING_UP: has never been up, and its time for that is not over. SET_ASIDE: it failed, and is probed until it is
+    back. DRAINING: it was removed, and finishes what it runs.
+    """
+
+    UP = "up"
+    WARMING_UP = "warming_up"
+    SET_ASIDE = "set_aside"
+    DRAINING = "draining"
+
+
+class EndpointView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One server of a role, or a router. reason: why it is not up; empty while it is. in_flight: generations there."""
+
+    url: str
+    state: EndpointState
+    in_flight: int
+    reason: str = ""
+    control_urls: tuple[str, ...] = ()
+
+
 class GenerationState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How generation stands in one role.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.collecting import CollectRequest
-    from py_scheduler.domain.generation import SamplingParams, StoppingCriteria, WeightUpdate
+    from py_scheduler.domain.generation import Endpoints, SamplingParams, StoppingCriteria, WeightUpdate
     from py_scheduler.domain.requests import SubmitRequest
     from py_scheduler.domain.task import Task, TaskConfig
     from py_scheduler.domain.training.iteration import IterationContext
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 MAX_NAME_LENGTH = 512
 """Characters of an id, label, namespace, task type or client key."""
 MAX_PATH_LENGTH = 4_096
+MAX_ENDPOINTS = 4_096
+"""Servers of one role."""
+ADDRESS_EXAMPLE = 'such as "http://127.0.0.1:30000"'
 MAX_REPEAT_TIMES = 65_536
 MAX_GROUPS_PER_STEP = 100_000
 MAX_SAMPLES_PER_CALL = 500_000
@@ -184,6 +188,34 @@ def check_weight_update(update: WeightUpdate) -> Iterator[FieldViolation]:
         yield FieldViolation("model_path", f"must be an absolute path of at most {MAX_PATH_LENGTH} characters")
     if fault := name_fault(update.weight_version):
         yield FieldViolation("weight_version", fault)
+
+
+def is_address(value: object) -> bool:
+    """Whether it is where a server can be: http or https, with a host."""
+    if not isinstance(value, str) or len(value) > MAX_PATH_LENGTH or not value.isprintable():
+        return False
+    try:
+        parts = urlsplit(value)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is no number
+        return False
+
+
+def check_endpoints(endpoints: Endpoints) -> Iterator[FieldViolation]:
+    for field, urls in (("urls", endpoints.urls), ("control_urls", endpoints.control_urls)):
+        if len(urls) > MAX_ENDPOINTS:
+            yield FieldViolation(field, f"names {len(urls)} servers, at most {MAX_ENDPOINTS} are taken")
+            continue
+        first: dict[str, int] = {}
+        for number, url in enumerate(urls):
+            if not is_address(url):
+                yield FieldViolation(f"{field}[{number}]", f"{url!r} is no address: {ADDRESS_EXAMPLE}")
+            elif (earlier := first.setdefault(url.rstrip("/"), number)) != number:
+                yield FieldViolation(f"{field}[{number}]", f"{url!r} is named already, by {field}[{earlier}]")
+    if endpoints.control_urls and len(endpoints.urls) != 1:
+        yield FieldViolation(
+            "control_urls", f"are the workers behind one router: name that in urls, which names {len(endpoints.urls)}"
+        )
 
 
 def check_dataset_config(metadata: Mapping[str, Any], dataset: str) -> Iterator[FieldViolation]:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.generation import (
         ChatMessage,
+        Endpoints,
+        EndpointView,
         Generation,
         GenerationRequest,
         ModelInfo,
@@ -55,7 +57,9 @@ class GenerationBackend(Protocol):
 
     async def close(self) -> None: ...
 
-    async def model_info(self) -> ModelInfo: ...
+    async def model_info(self) -> ModelInfo:
+        """One that has met none of its servers yet waits for one, as `generate` does."""
+        ...
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of plain text, without special tokens added."""
@@ -100,6 +104,10 @@ class GenerationControl(Protocol):
         """Loads weights. A paused backend does so at once and stays paused; another finishes what it is generating."""
         ...
 
+    async def name_weights(self, version: str) -> None:
+        """Somebody else has put weights of this name there. Loads nothing: it calls what it has so from now on."""
+        ...
+
     async def weight_version(self) -> str:
         """As the backend says now; empty when its servers have different ones."""
         ...
@@ -126,6 +134,28 @@ class ProbedBackend(Protocol):
 
     @property
     def is_up(self) -> bool: ...
+
+
+@runtime_checkable
+class MovableBackend(Protocol):
+    """A GenerationBackend whose servers can be others while it runs."""
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Those that are named now."""
+        ...
+
+    def set_endpoints(self, endpoints: Endpoints | None) -> None:
+        """These, and no others; None: those of its configuration. May be called before `start`, which waits for none of
+        them then. What a removed one runs is finished there.
+
+        Raises InvalidArgumentError, and changes nothing then.
+        """
+        ...
+
+    def endpoint_views(self) -> list[EndpointView]:
+        """Those that are named, and the removed ones that still run something."""
+        ...
 
 
 SERVICE = ""

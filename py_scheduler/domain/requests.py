@@ -10,6 +10,7 @@ from py_scheduler.domain.events import (
     AbortRequested,
     AttemptEnded,
     AttemptStarted,
+    EndpointsSet,
     EventRecord,
     ResultsAcknowledged,
     ResultsCollected,
@@ -143,12 +144,14 @@ class EventKind(StrEnum):
     RESULTS_COLLECTED = "results_collected"
     RESULTS_ACKNOWLEDGED = "results_acknowledged"
     RESULTS_DISCARDED = "results_discarded"
+    ENDPOINTS_SET = "endpoints_set"
 
 
 class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which events a stream gives: of one submission or of a whole namespace, of some kinds or (empty) of all.
 
-    A change of weights and a resume of training are of no submission: only streams of a whole namespace give them.
+    A change of weights or of endpoints and a resume of training are of no submission: only streams of a whole namespace
+    give them.
     """
 
     submission_id: str = ""
@@ -245,6 +248,7 @@ WatchedEvent = (
     | ResultsDiscarded
     | WeightsChanged
     | TrainingResumed
+    | EndpointsSet
 )
 
 

@@ -53,7 +53,14 @@ from py_scheduler.scheduler.queue.admission import Admission
 from py_scheduler.scheduler.queue.quotas import Quotas
 from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
 from py_scheduler.scheduler.refusals import Refusals
-from py_scheduler.scheduler.restore import collector_at_rest, open_batches, restore, unscored_groups
+from py_scheduler.scheduler.restore import (
+    FoldResult,
+    collector_at_rest,
+    fold,
+    open_batches,
+    restore,
+    unscored_groups,
+)
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.stops import Stops
 from py_scheduler.scheduler.supervisor import Supervisor
@@ -139,6 +146,7 @@ class Engine:
         """Results out: collect, acknowledge, discard."""
         self._exit = AsyncExitStack()
         self._journal_is_taken = False
+        self._folded: FoldResult | None = None
         self.is_running = False
         self.stranded_workers = 0
         """After the exit: workers whose handlers would not end; only the end of the process stops them."""
@@ -157,10 +165,20 @@ class Engine:
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([opening])
 
+    def read_journal(self) -> None:
+        """Brings the state to where the last process left it; blocks. After `open_journal`, and also before the engine
+        starts: backends that start after it do so with the endpoints that were set last. Raises JournalError.
+        """
+        if self._folded is None:
+            with collector_at_rest():
+                self._folded = fold(self._journal, self._whole_ledger)
+            self.generation.restore_endpoints()
+
     async def __aenter__(self) -> Self:
         try:
             await self.open_journal(self._exit)
             await start_runners(self._runners, self._exit)
+            self.read_journal()
             with collector_at_rest():
                 await self._restore()
         except BaseException:
@@ -187,8 +205,9 @@ class Engine:
         await self._exit.aclose()
 
     async def _restore(self) -> None:
+        assert self._folded is not None
         parts = self._recorder, self._event_log, self._checkpoints, self._clock
-        await restore(self._journal, self._whole_ledger, *parts)
+        await restore(self._journal, self._whole_ledger, self._folded, *parts)
         self.leases.start(self._journal.first_fencing_token)
         for submission in self._ledger.open_submissions():
             for record in submission.open_tasks.values():
@@ -420,6 +439,11 @@ class Engine:
         return ServerInfo(
             version=version,
             evaluators=tuple(evaluator_view(spec) for spec in self._intake.specs.values()),
-            engines=tuple([await engine_view(role, engine) for role, engine in self._generation_backends.items()]),
+            engines=tuple(
+                [
+                    await engine_view(role, engine, is_up=self.generation.is_up(role))
+                    for role, engine in self._generation_backends.items()
+                ]
+            ),
             nodes=tuple(map(node_view, self._pool.nodes())) if self._pool is not None else (),
         )

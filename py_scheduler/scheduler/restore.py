@@ -64,11 +64,16 @@ class FoldResult(msgspec.Struct):
 
 
 async def restore(
-    journal: Journal, ledger: Ledger, recorder: Recorder, event_log: EventLog, checkpoints: Checkpoints, clock: Clock
+    journal: Journal,
+    ledger: Ledger,
+    folded: FoldResult,
+    recorder: Recorder,
+    event_log: EventLog,
+    checkpoints: Checkpoints,
+    clock: Clock,
 ) -> None:
-    """Everything below, in order: afterwards all is as it was, nothing runs, and what is new follows behind it."""
+    """All that follows `fold`, in order: afterwards all is as it was, nothing runs, and what is new comes behind it."""
     state = ledger.state
-    folded = fold(journal, ledger)
     event_log.start(state.last_sequence)
     event_log.acknowledgements.restore(state.submissions(), journal.oldest_sequence)
     checkpoints.start(folded.snapshots)

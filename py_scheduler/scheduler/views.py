@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
+    from py_scheduler.domain.generation import ModelInfo
     from py_scheduler.domain.ports import GenerationBackend
     from py_scheduler.domain.requests import SubmissionSelector
     from py_scheduler.domain.runners.runner import RunnerView
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NOT_UP = "none of its servers is up"
 _NO_MODEL_INFO = "the engine does not answer: the server's log says why"
 _WORKFLOW_ID = "workflow_id"
 
@@ -96,15 +98,22 @@ def evaluator_view(spec: EvaluatorSpec) -> EvaluatorSpecView:
     )
 
 
-async def engine_view(role: str, engine: GenerationBackend) -> GenerationBackendView:
-    try:
-        info = await engine.model_info()
-    except GenerationError as error:
-        # Its text holds addresses that are none of a client's business; the log has it.
-        logger.warning("the engine in role %s does not say what it serves: %s", role, error)
-        return GenerationBackendView(
-            role=role, model_name="", weight_version="", vocab_size=0, context_length=0, error=_NO_MODEL_INFO
-        )
+async def engine_view(role: str, engine: GenerationBackend, *, is_up: bool) -> GenerationBackendView:
+    """is_up: False for one that is known to have no server that could be asked."""
+    error = _NOT_UP
+    if is_up:
+        try:
+            return _model_view(role, await engine.model_info())
+        except GenerationError as fault:
+            # Its text holds addresses that are none of a client's business; the log has it.
+            logger.warning("the engine in role %s does not say what it serves: %s", role, fault)
+            error = _NO_MODEL_INFO
+    return GenerationBackendView(
+        role=role, model_name="", weight_version="", vocab_size=0, context_length=0, error=error
+    )
+
+
+def _model_view(role: str, info: ModelInfo) -> GenerationBackendView:
     return GenerationBackendView(
         role=role,
         model_name=info.name,

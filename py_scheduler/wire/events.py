@@ -15,6 +15,7 @@ from py_scheduler.domain.events import (
     AbortRequested,
     AttemptEnded,
     AttemptStarted,
+    EndpointsSet,
     ResultsAcknowledged,
     ResultsCollected,
     ResultsDiscarded,
@@ -163,6 +164,11 @@ def _fill_training_resumed(event: TrainingResumed, message: event_pb2.Event) -> 
     message.training_resumed.weight_epoch = event.epoch
 
 
+def _fill_endpoints_set(event: EndpointsSet, message: event_pb2.Event) -> None:
+    message.endpoints_set.SetInParent()
+    message.endpoints_set.roles.extend(event.roles)
+
+
 def _fill_collected(event: ResultsCollected, message: event_pb2.Event) -> None:
     message.results_collected.request_id = event.request_id
     message.results_collected.task_ids.extend(event.task_ids)
@@ -187,6 +193,7 @@ _FILLERS: dict[type, Callable[[Any, event_pb2.Event], None]] = {
     ResultsCollected: _fill_collected,
     ResultsAcknowledged: _fill_acknowledged,
     ResultsDiscarded: _fill_discarded,
+    EndpointsSet: _fill_endpoints_set,
 }
 
 
@@ -302,6 +309,10 @@ def _decode_training_resumed(message: event_pb2.Event) -> TrainingResumed:
     return TrainingResumed(epoch=message.training_resumed.weight_epoch, unix_seconds=message.unix_seconds)
 
 
+def _decode_endpoints_set(message: event_pb2.Event) -> EndpointsSet:
+    return EndpointsSet(roles=tuple(message.endpoints_set.roles), endpoints=None, unix_seconds=message.unix_seconds)
+
+
 def _decode_collected(message: event_pb2.Event) -> ResultsCollected:
     collected = message.results_collected
     return ResultsCollected(
@@ -335,4 +346,5 @@ _DECODERS: dict[str, Callable[[event_pb2.Event], WatchedEvent]] = {
     "results_collected": _decode_collected,
     "results_acknowledged": _decode_acknowledged,
     "results_discarded": _decode_discarded,
+    "endpoints_set": _decode_endpoints_set,
 }

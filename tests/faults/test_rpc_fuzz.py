@@ -139,6 +139,8 @@ def good_requests(submission: Submission, lease: LeaseView) -> dict[str, Any]:
         "UpdateWeights": generation_service_pb2.UpdateWeightsRequest(
             role="student", model_path="/models/next", weight_version="next"
         ),
+        "ReportWeights": generation_service_pb2.ReportWeightsRequest(role="student", weight_version="pushed"),
+        "SetEndpoints": generation_service_pb2.SetEndpointsRequest(role="student", urls=["http://127.0.0.1:9"]),
     }
 
 

@@ -44,7 +44,7 @@ async def fleet_on(*base_urls: str) -> AsyncIterator[SglangFleet]:
         yield fleet
     finally:
         await fleet.close()
-        assert [endpoint.in_flight for endpoint in fleet._endpoints] == [0] * len(base_urls)
+        assert not any(endpoint.in_flight for endpoint in fleet._endpoints)
 
 
 def up(fleet: SglangFleet) -> list[bool]:

@@ -12,6 +12,7 @@ from py_scheduler.domain.events import (
     AbortRequested,
     AttemptEnded,
     AttemptStarted,
+    EndpointsSet,
     ResultsAcknowledged,
     ResultsCollected,
     ResultsDiscarded,
@@ -255,6 +256,9 @@ weight_changes = st.builds(
     epoch=st.integers(0, 2**64 - 1),
     unix_seconds=seconds,
 )
+endpoints = st.builds(
+    EndpointsSet, roles=st.lists(names, max_size=3).map(tuple), endpoints=st.none(), unix_seconds=seconds
+)
 resumes = st.builds(TrainingResumed, epoch=st.integers(0, 2**64 - 1), unix_seconds=seconds)
 collected = st.builds(
     ResultsCollected,
@@ -277,6 +281,7 @@ EVENTS_THAT_TRAVEL_WHOLE: dict[type, SearchStrategy[Any]] = {
     ResultsDiscarded: discarded,
     WeightsChanged: weight_changes,
     TrainingResumed: resumes,
+    EndpointsSet: endpoints,
 }
 events_that_travel_whole = st.one_of(*EVENTS_THAT_TRAVEL_WHOLE.values())
 

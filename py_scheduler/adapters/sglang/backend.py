@@ -85,6 +85,11 @@ class SglangBackend(SglangControl):
         return self._http.base_url
 
     @property
+    def control_urls(self) -> tuple[str, ...]:
+        """Of the workers behind a router."""
+        return tuple([client.base_url for client in self._controls]) if self._is_behind_router else ()
+
+    @property
     def known_model(self) -> ModelInfo | None:
         """What `model_info` would answer, once it was asked."""
         return self._model.info

@@ -40,6 +40,11 @@ class EndpointChoice:
         self._remember(session_id, best)
         return best
 
+    def forget(self, endpoint: Endpoint) -> None:
+        """It has left the fleet: sessions that were there go elsewhere."""
+        for session_id in [session_id for session_id, home in self._homes.items() if home is endpoint]:
+            del self._homes[session_id]
+
     def _is_good_enough(self, home: Endpoint, best: Endpoint) -> bool:
         most = self._settings.sticky_load_ratio * best.load + STICKY_SLACK
         return home.is_silent <= best.is_silent and home.load <= most

@@ -91,6 +91,13 @@ class SglangControl:
         await self._command("/update_weights_from_disk", body, self._settings.weight_update_timeout_seconds)
         self._model.has_weights(update.weight_version)
 
+    async def name_weights(self, version: str) -> None:
+        if await self.weight_version() != version:
+            # By default the server aborts all that it runs, which a pause in another mode than abort keeps.
+            body = {"new_version": version, "abort_all_requests": False}
+            await self._command("/update_weight_version", body, self._settings.control_timeout_seconds)
+        self._model.has_weights(version)
+
     async def weight_version(self) -> str:
         timeout = self._settings.control_timeout_seconds
         answers = await asyncio.gather(

@@ -7,19 +7,19 @@ Invariants:
   server is paused, which is not dead. A load that is not told in time means silent: such an endpoint is chosen last.
 - At most one question is on its way, and the next is timed by the clock: at the load interval while the endpoint is up
   or warming up, after the backoff while it is set aside.
-- It takes generations only after the fleet has agreed to the model that it serves.
+- It takes generations only after the fleet has agreed to the model that it serves, and none while it drains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import aiohttp
 
 from py_scheduler.adapters.http_client import RetrySettings
+from py_scheduler.domain.generation import EndpointState, EndpointView
 from py_scheduler.errors import GenerationError
 
 if TYPE_CHECKING:
@@ -33,18 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class EndpointState(Enum):
-    """WARMING_UP: has never been up, and its deadline for that has not passed."""
-
-    WARMING_UP = auto()
-    UP = auto()
-    SET_ASIDE = auto()
-
-
 class Endpoint:
     """`catch_up` gives it what it missed, and `admit` sees its model, before each time that it comes up.
 
-    Either keeps it from that by a GenerationError. `on_change` is called after every change of state.
+    Either keeps it from that by a GenerationError. `on_change` is called after every change of state and a first look.
     """
 
     def __init__(
@@ -59,9 +51,13 @@ class Endpoint:
     ) -> None:
         self.backend = backend
         self.state = EndpointState.WARMING_UP
+        self.is_draining = False
+        """It was removed from the fleet, and is closed once it is idle."""
         self.info: ModelInfo | None = None
         """As it was when it last came up; None before it ever did."""
         self.in_flight = 0
+        self.questions = 0
+        """To its tokenizer, under way."""
         self.taken = 0
         """Generations given to it so far."""
         self.is_silent = False
@@ -105,6 +101,25 @@ class Endpoint:
         return self.state is EndpointState.UP
 
     @property
+    def takes(self) -> bool:
+        """Whether it may get something new."""
+        return self.is_up and not self.is_draining
+
+    @property
+    def is_idle(self) -> bool:
+        return self.in_flight == 0 and self.questions == 0
+
+    @property
+    def view(self) -> EndpointView:
+        return EndpointView(
+            url=self.base_url,
+            state=EndpointState.DRAINING if self.is_draining else self.state,
+            in_flight=self.in_flight,
+            reason=self.reason,
+            control_urls=self.backend.control_urls,
+        )
+
+    @property
     def weight_version(self) -> str:
         """As its generations reported last."""
         known = self.backend.known_model or self.info
@@ -118,7 +133,7 @@ class Endpoint:
     @property
     def has_room(self) -> bool:
         limit = self._settings.max_concurrency
-        return self.is_up and (limit is None or self.in_flight < limit)
+        return self.takes and (limit is None or self.in_flight < limit)
 
     @property
     def load(self) -> int:
@@ -143,6 +158,11 @@ class Endpoint:
 
     # -- looking
 
+    def look_soon(self) -> None:
+        """Something has changed there that may bring it up."""
+        if not self.is_up:
+            self._look_after(0)
+
     def _begin_look(self) -> None:
         self._timer = None
         if self._looking is None and not self._is_closed:
@@ -161,7 +181,9 @@ class Endpoint:
                 self._was_seen(requests, own, info)
         finally:
             self._looking = None
-            self.first_look.set()
+            if not self.first_look.is_set():
+                self.first_look.set()
+                self._on_change()
             self._look_after(self._wait_seconds())
 
     async def _ask_model_info(self) -> ModelInfo:

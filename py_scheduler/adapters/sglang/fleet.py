@@ -10,6 +10,8 @@ Invariants:
   it too.
 - All endpoints that are up serve one model: of one name and one vocabulary, as far as that is known (see ServedModel).
   The context is the least of theirs.
+- Which endpoints there are may change while it runs (`members.py`). While none is named, or one that is named may still
+  be loading its model, nothing has failed: generations wait, and `no_endpoint_seconds` is no limit.
 """
 
 from __future__ import annotations
@@ -26,18 +28,19 @@ from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.request_checks import check_request
 from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.adapters.sglang.choice import EndpointChoice
-from py_scheduler.adapters.sglang.endpoint import Endpoint, EndpointState
+from py_scheduler.adapters.sglang.endpoint import Endpoint
 from py_scheduler.adapters.sglang.events import NOTHING
 from py_scheduler.adapters.sglang.fleet_control import FleetControl
+from py_scheduler.adapters.sglang.members import Members
 from py_scheduler.adapters.sglang.settings import FleetSettings, SglangSettings
-from py_scheduler.domain.generation import FinishReason, Generation
-from py_scheduler.errors import EngineUnavailableError, InvalidArgumentError
+from py_scheduler.domain.generation import Endpoints, EndpointState, FinishReason, Generation
+from py_scheduler.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from py_scheduler.adapters.in_flight import Flight
-    from py_scheduler.domain.generation import ChatMessage, GenerationRequest, ModelInfo
+    from py_scheduler.domain.generation import ChatMessage, EndpointView, GenerationRequest, ModelInfo
     from py_scheduler.domain.ports import Clock
 
 logger = logging.getLogger(__name__)
@@ -60,40 +63,41 @@ class _Waiter:
 
 
 class SglangFleet(FleetControl):
-    """A GenerationBackend on the SGLang servers at `base_urls`.
+    """A GenerationBackend, with GenerationControl, on the SGLang servers at `base_urls`, until `set_endpoints` names
+    others. control_urls: of the workers, where `base_urls` is one router.
 
-    Raises InvalidArgumentError when there are none, or one of them twice.
+    Raises InvalidArgumentError when one is named twice.
     """
 
     def __init__(
         self,
         base_urls: Sequence[str],
         *,
+        control_urls: Sequence[str] = (),
         settings: SglangSettings | None = None,
         fleet: FleetSettings | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if not base_urls or len({url.rstrip("/") for url in base_urls}) < len(base_urls):
-            raise InvalidArgumentError("must be the addresses of one or more different servers", "base_urls")
         super().__init__()
         settings = settings or SglangSettings()
         self._settings = msgspec.structs.replace(
             settings, retry=msgspec.structs.replace(settings.retry, attempts=ATTEMPTS_AT_ENDPOINT)
         )
         self._fleet = fleet or FleetSettings()
-        self._endpoints = [
-            Endpoint(
-                SglangBackend(base_url, settings=self._settings),
-                self._fleet,
-                clock or LoopClock(),
-                catch_up=self._catch_up,
-                admit=self._admit,
-                on_change=self._endpoint_changed,
-            )
-            for base_url in base_urls
-        ]
+        self._clock = clock or LoopClock()
+        self._members = Members(
+            Endpoints(urls=tuple(base_urls), control_urls=tuple(control_urls)),
+            make=self._make_endpoint,
+            may_leave=lambda endpoint: self._paused_in is None or endpoint not in self._to_resume,
+            named_again=self._named_again,
+            let_go=self._let_go,
+        )
+        self._endpoints = self._members.endpoints
         self._choice = EndpointChoice(self._endpoints, self._fleet)
         self._flights = Flights()
+        self._closing = Flights()
+        """Endpoints that have left."""
+        self._is_closed = False
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         self._changed = asyncio.Event()
         self._model: ModelInfo | None = None
@@ -101,18 +105,20 @@ class SglangFleet(FleetControl):
         """What is said of the last endpoint that was refused for its model."""
 
     async def start(self) -> None:
-        """Returns when every endpoint was asked once and one of them is up; the others go on warming up.
+        """Returns when every endpoint was asked once and one of them is up; the others go on warming up. Waits for none
+        where there is none, or where they were set: whoever sets them may yet have to start them, or to set others.
 
         Raises EngineUnavailableError when none comes up before the warm-up is over, or two serve different models.
         """
+        self._members.start()
+        if self._members.are_set or not self._endpoints:
+            return
         try:
-            for endpoint in self._endpoints:
-                endpoint.start()
-            for endpoint in self._endpoints:
+            for endpoint in tuple(self._endpoints):
                 await endpoint.first_look.wait()
             if self._stranger:
                 raise EngineUnavailableError(self._stranger)
-            while not self._any_is_up():
+            while not self.is_up:
                 if not any(endpoint.state is EndpointState.WARMING_UP for endpoint in self._endpoints):
                     raise EngineUnavailableError(f"no endpoint came up: {self._reasons()}")
                 self._changed.clear()
@@ -123,19 +129,67 @@ class SglangFleet(FleetControl):
 
     async def close(self) -> None:
         """Ends what is in flight with EngineUnavailableError, aborts it at its endpoint, and closes the connections."""
+        self._is_closed = True
+        self._changed.set()
         await asyncio.gather(
             self._flights.close(self._settings.control_timeout_seconds),
-            *(endpoint.close() for endpoint in self._endpoints),
+            *(endpoint.close() for endpoint in tuple(self._endpoints)),
+        )
+        await self._closing.close(self._settings.control_timeout_seconds)
+
+    # -- which servers
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return self._members.named
+
+    def set_endpoints(self, endpoints: Endpoints | None) -> None:
+        self._members.name(endpoints)
+        self._endpoint_changed()
+
+    def endpoint_views(self) -> list[EndpointView]:
+        return [endpoint.view for endpoint in self._endpoints]
+
+    def _make_endpoint(self, base_url: str, control_urls: tuple[str, ...]) -> Endpoint:
+        return Endpoint(
+            SglangBackend(base_url, control_urls=control_urls, settings=self._settings),
+            self._fleet,
+            self._clock,
+            catch_up=self._catch_up,
+            admit=self._admit,
+            on_change=self._endpoint_changed,
         )
 
+    def _named_again(self, endpoint: Endpoint) -> None:
+        if self._misses_weights(endpoint, endpoint.weight_version):
+            endpoint.failed("has missed an update of the weights while it was removed")
+
+    def _let_go(self, endpoint: Endpoint) -> None:
+        self._to_resume.discard(endpoint)
+        self._choice.forget(endpoint)
+        self._closing.clean_up(endpoint.close())  # type: ignore[unused-awaitable]
+
+    def _let_go_of_idle(self) -> None:
+        self._members.let_go_of_idle()
+
+    # -- the model
+
     async def model_info(self) -> ModelInfo:
-        """With the least context of all endpoints that have been up, and the weight version of one that is up."""
+        """With the least context of all endpoints that have been up, and the weight version of one that is up.
+
+        Waits for the first that comes up, as `generate` does. Raises EngineUnavailableError.
+        """
         if self._model is None:
-            raise EngineUnavailableError(f"no endpoint was up yet: {self._reasons()}")
+            await self._until_one_is_up()
+        return self._known_info()
+
+    def _known_info(self) -> ModelInfo:
+        assert self._model is not None
+        lengths = [each.info.context_length for each in self._endpoints if each.info is not None]
         return msgspec.structs.replace(
             self._model,
-            context_length=min(each.info.context_length for each in self._endpoints if each.info is not None),
-            weight_version=next((each.weight_version for each in self._endpoints if each.is_up), "")
+            context_length=min(lengths, default=self._model.context_length),
+            weight_version=next((each.weight_version for each in self._endpoints if each.takes), "")
             or self._model.weight_version,
             streaming=" and ".join(sorted({each.streaming for each in self._endpoints if each.is_up})),
         )
@@ -150,7 +204,8 @@ class SglangFleet(FleetControl):
         """See GenerationBackend. EngineUnavailableError carries tokens that were received as `partial`."""
         wanted = request.sampling.max_new_tokens
         default = self._settings.default_max_new_tokens
-        check_request(request, await self.model_info(), default if wanted is None else wanted)
+        if self._model is not None:
+            check_request(request, self._known_info(), default if wanted is None else wanted)
         with self._flights.enter(request.rid) as flight:
             failure: EngineUnavailableError | None = None
             failed_at: Endpoint | None = None
@@ -159,6 +214,7 @@ class SglangFleet(FleetControl):
                 if endpoint is None:
                     return NOTHING
                 try:
+                    # Which checks the request, so also one that came before any model was known.
                     return await self._generate_at(endpoint, request, flight)
                 except EngineUnavailableError as error:
                     if flight.was_cut or has_tokens(error.partial):
@@ -188,8 +244,7 @@ class SglangFleet(FleetControl):
                 endpoint.failed(str(error))
             raise
         finally:
-            endpoint.in_flight -= 1
-            self._serve_waiters()
+            self._leave(endpoint)
         if generation.finish_reason is not FinishReason.ABORT:
             endpoint.succeeded()
         return generation
@@ -214,15 +269,23 @@ class SglangFleet(FleetControl):
                         return None
                     if flight.was_cut:
                         raise EngineUnavailableError("the engine was closed") from error
-                    if not self._any_is_up():
+                    if not (self.is_up or self._one_may_come_up()):
                         raise self._none_came_up() from error
         finally:
             self._waiters.pop(waiter, None)
             if waiter.endpoint is not None:
-                waiter.endpoint.in_flight -= 1
-                self._serve_waiters()
+                self._leave(waiter.endpoint)
+
+    def _leave(self, endpoint: Endpoint) -> None:
+        """Gives back a place there."""
+        endpoint.in_flight -= 1
+        self._serve_waiters()
+        if endpoint.is_draining:
+            self._members.let_go_of_idle()
 
     def _serve_waiters(self) -> None:
+        if self._waiters and self._are_being_met():
+            return
         while self._waiters:
             waiter = next(iter(self._waiters))
             endpoint = self._choice.choose(waiter.session_id, waiter.avoid)
@@ -233,24 +296,50 @@ class SglangFleet(FleetControl):
             waiter.endpoint = endpoint
             waiter.served.set()
 
+    def _are_being_met(self) -> bool:
+        """Whether some of those that are named were not looked at yet, and nobody was given to any: the first that
+        answers would get all that has waited.
+        """
+        named = [endpoint for endpoint in self._endpoints if not endpoint.is_draining]
+        are_met = all(endpoint.first_look.is_set() for endpoint in named)
+        return not are_met and not any(endpoint.taken for endpoint in named)
+
     async def _ask_any(self, question: Callable[[SglangBackend], Awaitable[AnswerT]]) -> AnswerT:
         """Of the endpoints that are up, the first that answers, from the least loaded on."""
-        try:
-            async with asyncio.timeout(self._fleet.no_endpoint_seconds):
-                while not self._any_is_up():
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise self._none_came_up() from error
+        await self._until_one_is_up()
         failure: EngineUnavailableError | None = None
-        up = [endpoint for endpoint in self._endpoints if endpoint.is_up]
+        up = [endpoint for endpoint in self._endpoints if endpoint.takes]
         for endpoint in sorted(up, key=lambda each: (each.is_silent, each.load)):
+            endpoint.questions += 1
             try:
                 return await question(endpoint.backend)
             except EngineUnavailableError as error:
                 failure = error
+            finally:
+                endpoint.questions -= 1
+                if endpoint.is_draining:
+                    self._members.let_go_of_idle()
         assert failure is not None
         raise failure
+
+    async def _until_one_is_up(self) -> None:
+        """Raises EngineUnavailableError when none comes up for too long, or the fleet is closed."""
+        while not self.is_up:
+            try:
+                async with asyncio.timeout(self._fleet.no_endpoint_seconds):
+                    while not self.is_up:
+                        if self._is_closed:
+                            raise EngineUnavailableError("the engine was closed")
+                        self._changed.clear()
+                        await self._changed.wait()
+            except TimeoutError as error:
+                if not self._one_may_come_up():
+                    raise self._none_came_up() from error
+
+    def _one_may_come_up(self) -> bool:
+        """Whether it is too early to say that none does."""
+        named = [endpoint for endpoint in self._endpoints if not endpoint.is_draining]
+        return not named or any(endpoint.state is EndpointState.WARMING_UP for endpoint in named)
 
     # -- the endpoints
 
@@ -269,12 +358,10 @@ class SglangFleet(FleetControl):
             )
             self._stranger = stranger
             raise EngineUnavailableError(stranger)
-        if self._misses_update(info):
-            raise EngineUnavailableError(f"{endpoint.base_url} has missed an update of the weights")
-        if self._misses_resume(endpoint):
-            raise EngineUnavailableError(f"{endpoint.base_url} has missed the end of a pause")
+        if missed := self._what_it_misses(endpoint, info.weight_version):
+            raise EngineUnavailableError(f"{endpoint.base_url} {missed}")
         self._model = msgspec.structs.replace(model, vocab_size=max(info.vocab_size, model.vocab_size))
-        versions = {each.weight_version for each in self._endpoints if each.is_up} - {info.weight_version}
+        versions = {each.weight_version for each in self._endpoints if each.takes} - {info.weight_version}
         if versions:
             others = ", ".join(sorted(versions))
             logger.warning(
@@ -294,11 +381,8 @@ class SglangFleet(FleetControl):
 
     @property
     def is_up(self) -> bool:
-        """Whether any of its endpoints is."""
-        return self._any_is_up()
-
-    def _any_is_up(self) -> bool:
-        return any(endpoint.is_up for endpoint in self._endpoints)
+        """Whether any of its endpoints takes generations."""
+        return any(endpoint.takes for endpoint in self._endpoints)
 
     def _reasons(self) -> str:
         return "; ".join(f"{each.base_url}: {each.reason}" for each in self._endpoints if not each.is_up)

@@ -3,16 +3,21 @@
 Invariants
 
 - Every endpoint that is up is told of a call. One that fails it is set aside, and the others go on.
-- Before such an endpoint is up again, it has what it missed: the end of a pause, and the weights that the fleet was
-  given last. The same holds for all of them after an update that its caller gave up half-way.
+- Before an endpoint is up, again or for the first time, it has what it missed: a pause or its end, and the weights that
+  the fleet was given last. The same holds for all of them after an update that its caller gave up half-way. Weights
+  that a trainer pushed itself nobody here can load: an endpoint without them stays aside.
 - A pause that fails leaves no endpoint paused that takes generations.
+- An endpoint that drains is paused and goes on with the others, and gets no other weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError, GenerationError
 
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
     from py_scheduler.adapters.sglang.endpoint import Endpoint
     from py_scheduler.domain.generation import ModelInfo, PauseMode, WeightUpdate
 
+FIRST_LOOK_SECONDS = 20.0
+"""One that does not answer its first question in that time is not up for whoever asks."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,24 +39,32 @@ class FleetControl:
 
     _endpoints: Sequence[Endpoint]
     _update: WeightUpdate | None = None
-    _is_paused = False
+    _wanted_version = ""
+    """Of the update, or of what was pushed since; empty: nobody has said."""
+    _paused_in: PauseMode | None = None
 
     def __init__(self) -> None:
         self._to_resume: set[Endpoint] = set()
 
+    def _let_go_of_idle(self) -> None:
+        """Endpoints that drain and had to hear of the end of a pause may leave now."""
+        raise NotImplementedError
+
     async def pause(self, mode: PauseMode) -> None:
-        was_paused, self._is_paused = self._is_paused, True
+        """Where no endpoint was ever up nothing is generated; one that comes up meanwhile is paused first."""
+        was_paused_in, self._paused_in = self._paused_in, mode
         self._to_resume.update(each for each in self._endpoints if each.is_up)
         try:
-            await self._tell(lambda backend: backend.pause(mode))
+            if self._was_any_up():
+                await self._tell(self._up(), lambda backend: backend.pause(mode))
         except GenerationError:
-            if not was_paused:
+            if was_paused_in is None:
                 await self._undo_pause()
             raise
 
     async def _undo_pause(self) -> None:
         """Those that obeyed go on now or, where that fails too, before they are up again."""
-        self._is_paused = False
+        self._paused_in = None
         endpoints = [each for each in self._to_resume if each.is_up]
         answers = await asyncio.gather(*(each.backend.resume() for each in endpoints), return_exceptions=True)
         for endpoint, answer in zip(endpoints, answers, strict=True):
@@ -56,22 +72,27 @@ class FleetControl:
                 self._to_resume.discard(endpoint)
             else:
                 endpoint.failed(f"a pause that failed was not undone: {answer}")
+        self._let_go_of_idle()
 
     async def resume(self) -> None:
         """Also when no endpoint obeys, or is up: none comes up again that has not been told."""
-        self._is_paused = False
+        self._paused_in = None
         try:
-            self._to_resume -= await self._tell(lambda backend: backend.resume())
+            if self._was_any_up():
+                self._to_resume -= await self._tell(self._up(), lambda backend: backend.resume())
         except EngineUnavailableError as error:
             logger.warning("the end of the pause reached no endpoint yet: %s", error)
+        finally:
+            self._let_go_of_idle()
 
     async def update_weights(self, update: WeightUpdate) -> None:
+        before = self._update, self._wanted_version
         # Before it is told: whoever comes up meanwhile is held to it.
-        before, self._update = self._update, update
+        self._update, self._wanted_version = update, update.weight_version
         try:
-            await self._tell(lambda backend: backend.update_weights(update))
+            await self._tell(await self._seen(), lambda backend: backend.update_weights(update))
         except EngineRejectedError:
-            self._update = before
+            self._update, self._wanted_version = before
             raise
         except asyncio.CancelledError:
             # Nobody heard which of them has loaded it: each is asked, and told again if need be, before it comes up.
@@ -79,9 +100,23 @@ class FleetControl:
                 endpoint.failed("an update of its weights was broken off")
             raise
 
+    async def name_weights(self, version: str) -> None:
+        # Before any is held to the name: it is what those that are coming up have, too.
+        endpoints = await self._seen()
+        before = self._update, self._wanted_version
+        self._update, self._wanted_version = None, version
+        try:
+            await self._tell(endpoints, lambda backend: backend.name_weights(version))
+        except BaseException:
+            # None of them is set aside for it: their weights were pushed, and the trainer says so again.
+            self._update, self._wanted_version = before
+            raise
+        for endpoint in self._endpoints:
+            endpoint.look_soon()
+
     async def weight_version(self) -> str:
         """As those say that answer; empty when they differ. Raises EngineUnavailableError when none does."""
-        asked = (each.backend.weight_version() for each in self._up())
+        asked = (each.backend.weight_version() for each in self._up(draining=False))
         answers = await asyncio.gather(*asked, return_exceptions=True)
         versions = {answer for answer in answers if isinstance(answer, str)}
         for answer in answers:
@@ -92,23 +127,52 @@ class FleetControl:
     async def _catch_up(self, endpoint: Endpoint, info: ModelInfo) -> ModelInfo:
         """Gives one that is about to come up what it missed. Raises GenerationError when that fails."""
         backend, update = endpoint.backend, self._update
-        if update is not None and self._misses_update(info):
+        info = await self._of_all_workers(endpoint, info)
+        if update is not None and self._misses_weights(endpoint, info.weight_version):
             await backend.update_weights(update)
-            info = await backend.refresh_model_info()
-        if self._misses_resume(endpoint):
+            info = await self._of_all_workers(endpoint, await backend.refresh_model_info())
+        if (mode := self._paused_in) is not None:
+            # Also one that has heard of this pause: its server may be another since.
+            self._to_resume.add(endpoint)
+            await backend.pause(mode)
+        elif self._misses_resume(endpoint):
             await backend.resume()
             self._to_resume.discard(endpoint)
         return info
 
+    async def _of_all_workers(self, endpoint: Endpoint, info: ModelInfo) -> ModelInfo:
+        """One worker behind a router told of its weights, and the others may have others."""
+        if not endpoint.backend.control_urls:
+            return info
+        return msgspec.structs.replace(info, weight_version=await endpoint.backend.weight_version())
+
+    def _misses_pause(self, endpoint: Endpoint) -> bool:
+        return self._paused_in is not None and endpoint not in self._to_resume
+
     def _misses_resume(self, endpoint: Endpoint) -> bool:
-        return not self._is_paused and endpoint in self._to_resume
+        return self._paused_in is None and endpoint in self._to_resume
 
-    def _misses_update(self, info: ModelInfo) -> bool:
-        return self._update is not None and info.weight_version != self._update.weight_version
+    def _misses_weights(self, endpoint: Endpoint, version: str) -> bool:
+        """version: what it has."""
+        return not endpoint.is_draining and self._wanted_version not in ("", version)
 
-    async def _tell(self, order: Callable[[SglangBackend], Awaitable[None]]) -> set[Endpoint]:
+    def _what_it_misses(self, endpoint: Endpoint, version: str) -> str:
+        """In words; empty when it may be up."""
+        if self._misses_weights(endpoint, version):
+            if self._update is not None:
+                return "has missed an update of the weights"
+            return (
+                f"has the weights {version!r}, and not {self._wanted_version!r}, which the trainer has pushed: push "
+                "them there too, under that weight_version"
+            )
+        if self._misses_pause(endpoint):
+            return "has missed a pause"
+        return "has missed the end of a pause" if self._misses_resume(endpoint) else ""
+
+    async def _tell(
+        self, endpoints: Sequence[Endpoint], order: Callable[[SglangBackend], Awaitable[None]]
+    ) -> set[Endpoint]:
         """Those that obeyed. Raises EngineUnavailableError when none did, EngineRejectedError when one refused."""
-        endpoints = self._up()
         answers = await asyncio.gather(*(order(each.backend) for each in endpoints), return_exceptions=True)
         failures = [answer for answer in answers if answer is not None]
         for endpoint, answer in zip(endpoints, answers, strict=True):
@@ -121,9 +185,22 @@ class FleetControl:
             raise failures[0]
         return {endpoint for endpoint, answer in zip(endpoints, answers, strict=True) if answer is None}
 
-    def _up(self) -> list[Endpoint]:
-        """Raises EngineUnavailableError when there is none."""
-        up = [endpoint for endpoint in self._endpoints if endpoint.is_up]
+    async def _seen(self) -> list[Endpoint]:
+        """Those that are up and do not drain, also of those that were named a moment ago. Raises EngineUnavailableError
+        when there is none.
+        """
+        looks = [each.first_look.wait() for each in self._endpoints if not each.is_draining]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_SECONDS):
+                await asyncio.gather(*looks)
+        return self._up(draining=False)
+
+    def _was_any_up(self) -> bool:
+        return any(endpoint.info is not None for endpoint in self._endpoints)
+
+    def _up(self, *, draining: bool = True) -> list[Endpoint]:
+        """draining: with those that drain. Raises EngineUnavailableError when there is none."""
+        up = [endpoint for endpoint in self._endpoints if endpoint.takes or (draining and endpoint.is_up)]
         if not up:
             raise EngineUnavailableError("no endpoint is up")
         return up

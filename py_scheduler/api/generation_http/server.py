@@ -23,6 +23,7 @@ from py_scheduler.api.generation_http.refusals import (
 )
 from py_scheduler.api.generation_http.sockets import remove_socket, tcp_socket, unix_socket
 from py_scheduler.api.security.tls import http_context
+from py_scheduler.domain.ports import ProbedBackend, base_of
 from py_scheduler.domain.values.keys import Keys
 from py_scheduler.errors import FailedPreconditionError
 
@@ -145,28 +146,30 @@ class GenerationHttp:
         )
 
     async def _models(self, request: web.Request) -> web.Response:
+        """Roles, and the names of the models that are there: one whose server is yet to come has none."""
         self._episode_of(request)
-        names = await self._model_names()
+        names = {role: role for role in self._engines}
+        for role, engine in self._engines.items():
+            base = base_of(engine)
+            if not isinstance(base, ProbedBackend) or base.is_up:
+                names.setdefault((await engine.model_info()).name, role)
         entries = [{"id": name, "object": "model", "created": 0, "owned_by": f"role {names[name]}"} for name in names]
         return _json({"object": "list", "data": entries})
 
-    async def _model_names(self) -> dict[str, str]:
-        """By what clients may call a model, roles first; the role that it stands for."""
-        served = {role: (await engine.model_info()).name for role, engine in self._engines.items()}
-        names = {role: role for role in served}
-        for role, name in served.items():
-            names.setdefault(name, role)
-        return names
-
     async def _role_of(self, model: str) -> str:
+        """By its name, or by the model's: then the first role that has it. No role behind that one is asked, since
+        another may have no server yet.
+        """
         if model in self._engines:
             return model
-        names = await self._model_names()
-        if model not in names:
-            known = ", ".join(names) or "none"
-            message = f"model: there is no model {model!r} (there are: {known})"
-            raise RefusedError(NOT_FOUND, message, "model_not_found", param="model")
-        return names[model]
+        names = []
+        for role, engine in self._engines.items():
+            names.append((await engine.model_info()).name)
+            if names[-1] == model:
+                return role
+        known = ", ".join(dict.fromkeys([*self._engines, *names])) or "none"
+        message = f"model: there is no model {model!r} (there are: {known})"
+        raise RefusedError(NOT_FOUND, message, "model_not_found", param="model")
 
     @web.middleware
     async def _boundary(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -73,6 +73,9 @@ NEEDS = {
     f"{_OWN}GenerationService/PauseGeneration": Need.ENGINES,
     f"{_OWN}GenerationService/ContinueGeneration": Need.ENGINES,
     f"{_OWN}GenerationService/UpdateWeights": Need.ENGINES,
+    f"{_OWN}GenerationService/ReportWeights": Need.ENGINES,
+    f"{_OWN}GenerationService/SetEndpoints": Need.ENGINES,
+    f"{_OWN}GenerationService/GetEndpoints": Need.ENGINES,
     f"{_OWN}GenerationService/GetGenerationState": Need.TOKEN,
 }
 

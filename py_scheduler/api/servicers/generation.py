@@ -42,6 +42,24 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         state = await self._engine.generation.update_weights(*wire.decode_update_request(request))
         return service.UpdateWeightsResponse(state=wire.encode_state(state))
 
+    async def ReportWeights(
+        self, request: service.ReportWeightsRequest, context: Context
+    ) -> service.ReportWeightsResponse:
+        state = await self._engine.generation.weights_changed(*wire.decode_report_request(request))
+        return service.ReportWeightsResponse(state=wire.encode_state(state))
+
+    async def SetEndpoints(
+        self, request: service.SetEndpointsRequest, context: Context
+    ) -> service.SetEndpointsResponse:
+        views = await self._engine.generation.set_endpoints(*wire.decode_endpoints_request(request))
+        return service.SetEndpointsResponse(endpoints=map(wire.encode_endpoint, views))
+
+    async def GetEndpoints(
+        self, request: service.GetEndpointsRequest, context: Context
+    ) -> service.GetEndpointsResponse:
+        views = self._engine.generation.endpoints()
+        return service.GetEndpointsResponse(roles=[wire.encode_role_endpoints(*entry) for entry in views.items()])
+
     async def GetGenerationState(
         self, request: service.GetGenerationStateRequest, context: Context
     ) -> service.GetGenerationStateResponse:

@@ -31,7 +31,7 @@ from py_scheduler.domain.generation import (
     WeightSpan,
     WeightUpdate,
 )
-from py_scheduler.domain.ports import GenerationControl, ProbedBackend, base_of
+from py_scheduler.domain.ports import GenerationControl, MovableBackend, ProbedBackend, base_of
 from py_scheduler.errors import (
     EngineRejectedError,
     EngineUnavailableError,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
     from py_scheduler.domain.episodes.weight_history import WeightHistory
-    from py_scheduler.domain.generation import GenerationRequest
+    from py_scheduler.domain.generation import Endpoints, EndpointView, GenerationRequest
     from py_scheduler.domain.ports import GenerationBackend
     from py_scheduler.execution.generation.queue import StoppableClock
     from py_scheduler.execution.generation.weights import WeightLog
@@ -89,8 +89,12 @@ class GenerationGateway:
     @property
     def any_is_up(self) -> bool:
         """Whether there is a backend that is not known to be gone."""
-        backends = {id(role.weights): role.weights.backend for role in self._roles.values()}.values()
-        return any(not isinstance(backend, ProbedBackend) or backend.is_up for backend in backends)
+        return any(map(self.is_up, self._roles))
+
+    def is_up(self, role: str) -> bool:
+        """Whether its backend is not known to be gone, or to have no server yet. Raises NotFoundError."""
+        backend = self._known_role(role).weights.backend
+        return not isinstance(backend, ProbedBackend) or backend.is_up
 
     def backend(self, role: str) -> GenerationBackend:
         """For calls that need no turn: encoding, and what the model is. Raises FailedPreconditionError."""
@@ -209,6 +213,7 @@ class GenerationGateway:
         Raises as `pause` does, and ResourceExhaustedError while the epoch cannot be written down.
         """
         weights, control = self._controlled(role)
+        self._check_servers(weights, role)
         async with weights.changing:
             version = await _asked(control.weight_version(), role, "tell its weight version")
             weights.saw(version)
@@ -220,18 +225,84 @@ class GenerationGateway:
             await weights.log.committed()
         return await self._known_state(self._roles[role])
 
+    async def weights_changed(self, role: str, version: str) -> GenerationState:
+        """The backend's trainer has put these weights there itself. Returns once the epoch is written down.
+
+        Raises as `update_weights` does, and FailedPreconditionError while the role is not paused: tokens generated
+        during the push would be told to be of other weights than they are.
+        """
+        weights, control = self._controlled(role)
+        self._check_servers(weights, role)
+        async with weights.changing:
+            if weights.pause_mode is None:
+                raise FailedPreconditionError(
+                    f"role {role!r} is not paused: push weights, and say so, within one pause (`with client.paused():`)"
+                )
+            weights.confirmed = None
+            await _asked(control.name_weights(version), role, "take the name of its weights")
+            weights.pushed(version)
+            await weights.log.committed()
+        return await self._known_state(self._roles[role])
+
+    # Endpoints
+
+    async def set_endpoints(self, role: str, endpoints: Endpoints | None) -> list[EndpointView]:
+        """Has the role's backend generate at these servers and no others; None: at those of its configuration. Returns
+        once that is written down. Roles that rest on one backend have one list.
+
+        Raises NotFoundError for an unknown role, FailedPreconditionError for a backend whose servers are not to be
+        named, InvalidArgumentError, and ResourceExhaustedError while it cannot be written down.
+        """
+        weights = self._known_role(role).weights
+        backend = weights.backend
+        if not isinstance(backend, MovableBackend):
+            raise FailedPreconditionError(
+                f'the servers of role {role!r} are fixed: give [generation.{role}] kind = "sglang" and base_urls '
+                "(also one alone, or none), in place of what it has, and start the scheduler again"
+            )
+        # Both within one turn of the loop: the last list that was set is the last that was written down.
+        backend.set_endpoints(endpoints)
+        weights.endpoints_were_set(endpoints)
+        await weights.log.committed()
+        return backend.endpoint_views()
+
+    def restore_endpoints(self) -> None:
+        """Those that were set before the last end of the process count again."""
+        for name, role in self._roles.items():
+            weights, backend = role.weights, role.weights.backend
+            if role.backend is not backend or (endpoints := weights.set_endpoints) is None:
+                continue
+            if isinstance(backend, MovableBackend):
+                logger.info("role %s: its endpoints are the %d that were set last", name, len(endpoints.urls))
+                backend.set_endpoints(endpoints)
+            else:
+                logger.warning("role %s: the endpoints that were set for it count no more: its servers are fixed", name)
+
+    def endpoints(self) -> dict[str, list[EndpointView]]:
+        """Of the roles whose servers can be named."""
+        backends = {name: role.weights.backend for name, role in self._roles.items()}
+        return {
+            name: backend.endpoint_views() for name, backend in backends.items() if isinstance(backend, MovableBackend)
+        }
+
+    def _check_servers(self, weights: BackendWeights, role: str) -> None:
+        if isinstance(weights.backend, MovableBackend) and not weights.backend.endpoints.urls:
+            raise FailedPreconditionError(
+                f"role {role!r} has no servers: name them with set_endpoints, or `py-scheduler endpoints {role} URL`"
+            )
+
     async def states(self, *roles: str) -> list[GenerationState]:
         """Of these roles, or of all. It asks their backends, so it notices a change of weights that nobody has told of,
         also while nothing is generated. Raises NotFoundError.
         """
         known = [self._known_role(name) for name in roles or self._roles]
-        for weights in {id(role.weights): role.weights for role in known}.values():
+        for weights in {id(role.weights): role.weights for role in known if self.is_up(role.name)}.values():
             await _look_at(weights)
         return [await self._known_state(role) for role in known]
 
     async def _known_state(self, role: Role) -> GenerationState:
         weights = role.weights
-        if not weights.was_heard:
+        if not weights.was_heard and self.is_up(role.name):
             try:
                 weights.saw((await weights.backend.model_info()).weight_version)
             except GenerationError as error:

@@ -10,18 +10,24 @@ from py_scheduler.domain.episodes.weight_history import WeightHistory
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from py_scheduler.domain.generation import PauseMode, WeightSpan, WeightUpdate
+    from py_scheduler.domain.generation import Endpoints, PauseMode, WeightSpan, WeightUpdate
     from py_scheduler.domain.ports import GenerationBackend
 
 
 class WeightLog(Protocol):
-    """Where changes of weights become facts. `roles` are always all those that rest on one backend."""
+    """Where changes of weights and of endpoints become facts. `roles` are always all those that rest on one backend."""
 
     def history(self, roles: tuple[str, ...]) -> WeightHistory: ...
 
     def has(self, roles: tuple[str, ...], version: str, *, is_confirmed: bool) -> None:
         """The backend has these weights, which may be no news. is_confirmed: an update is known to have loaded them."""
         ...
+
+    def endpoints(self, roles: tuple[str, ...]) -> Endpoints | None:
+        """Those that were set; None: those of the configuration count."""
+        ...
+
+    def endpoints_are(self, roles: tuple[str, ...], endpoints: Endpoints | None) -> None: ...
 
     async def committed(self) -> None:
         """Returns once every change before this call survives a crash, as far as anything does."""
@@ -33,6 +39,7 @@ class ForgetfulWeightLog:
 
     def __init__(self) -> None:
         self._histories: dict[tuple[str, ...], WeightHistory] = {}
+        self._endpoints: dict[tuple[str, ...], Endpoints | None] = {}
 
     def history(self, roles: tuple[str, ...]) -> WeightHistory:
         return self._histories.setdefault(roles, WeightHistory())
@@ -42,6 +49,12 @@ class ForgetfulWeightLog:
         epoch = history.next_epoch(version, is_confirmed=is_confirmed)
         if epoch is not None:
             history.became(version, epoch)
+
+    def endpoints(self, roles: tuple[str, ...]) -> Endpoints | None:
+        return self._endpoints.get(roles)
+
+    def endpoints_are(self, roles: tuple[str, ...], endpoints: Endpoints | None) -> None:
+        self._endpoints[roles] = endpoints
 
     async def committed(self) -> None: ...
 
@@ -77,6 +90,19 @@ class BackendWeights:
         if version:
             self.was_heard = True
             self.log.has(self._roles, version, is_confirmed=False)
+
+    def pushed(self, version: str) -> None:
+        """Its trainer has put these weights there."""
+        self.was_heard = True
+        self.log.has(self._roles, version, is_confirmed=True)
+
+    def endpoints_were_set(self, endpoints: Endpoints | None) -> None:
+        self.log.endpoints_are(self._roles, endpoints)
+
+    @property
+    def set_endpoints(self) -> Endpoints | None:
+        """As of its log: those that were set in place of the configuration's."""
+        return self.log.endpoints(self._roles)
 
     def loaded(self, update: WeightUpdate) -> None:
         self.confirmed = update

@@ -8,6 +8,7 @@ import msgspec
 
 from py_scheduler.domain.collecting import UnfinishedTask
 from py_scheduler.domain.events import AttemptRef, Moment, StopCause
+from py_scheduler.domain.generation import Endpoints
 from py_scheduler.domain.results import AttemptState, Reward, SampleDone
 from py_scheduler.domain.task import SubmissionKey, Task
 from py_scheduler.domain.training.iteration import IterationContext
@@ -105,6 +106,14 @@ class ChangeWeights(msgspec.Struct, frozen=True, gc=False):
     unix_seconds: float
 
 
+class SetEndpoints(msgspec.Struct, frozen=True, gc=False):
+    """An engine has these servers; None: those of its configuration. roles: those that rest on it."""
+
+    roles: tuple[str, ...]
+    endpoints: Endpoints | None
+    unix_seconds: float
+
+
 class ResumeTraining(msgspec.Struct, frozen=True, gc=False):
     """A namespace's trainer starts, or starts again from a checkpoint."""
 
@@ -173,5 +182,6 @@ Command = (
     | AcknowledgeResults
     | DiscardResults
     | ChangeWeights
+    | SetEndpoints
     | ResumeTraining
 )

@@ -20,6 +20,7 @@ from py_scheduler.domain.events import (
     AcceptedTask,
     AttemptsLeased,
     AttemptStarted,
+    EndpointsSet,
     Event,
     TasksAccepted,
     TrainingResumed,
@@ -40,6 +41,7 @@ from py_scheduler.scheduler.ledger.commands import (
     RefuseAttempt,
     ResumeTraining,
     ScoreGroup,
+    SetEndpoints,
     StartAttempt,
     StopTasks,
 )
@@ -78,6 +80,7 @@ class Decisions:
             RefuseAttempt: self._refuse,
             InterruptAttempt: self._interrupt,
             ChangeWeights: self._change_weights,
+            SetEndpoints: self._set_endpoints,
             ResumeTraining: self._resume,
             StopTasks: self._stop,
             CollectResults: state.results.decide_collect,
@@ -179,6 +182,11 @@ class Decisions:
         return [
             WeightsChanged(roles=command.roles, weight_version=version, epoch=epoch, unix_seconds=command.unix_seconds)
         ]
+
+    def _set_endpoints(self, command: SetEndpoints) -> list[Event]:
+        if all(self._state.endpoints_of((role,)) == command.endpoints for role in command.roles):
+            return []
+        return [EndpointsSet(roles=command.roles, endpoints=command.endpoints, unix_seconds=command.unix_seconds)]
 
     def _resume(self, command: ResumeTraining) -> list[Event]:
         return [TrainingResumed(epoch=self._state.weights_of((STUDENT,)).epoch, unix_seconds=command.unix_seconds)]

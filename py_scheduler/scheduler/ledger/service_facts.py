@@ -1,4 +1,5 @@
-"""What is true of the service as a whole and of no submission: weights, what training came to, how far it ran ahead.
+"""What is true of the service as a whole and of no submission: weights and servers of the language models, what
+training came to, how far it ran ahead.
 
 These facts are the ledger's own: `Ledger.apply` alone changes them.
 
@@ -13,8 +14,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.episodes.weight_history import WeightHistory
-from py_scheduler.domain.events import AttemptEnded, ResultsCollected, TaskDone, TrainingResumed, WeightsChanged
-from py_scheduler.domain.generation import STUDENT
+from py_scheduler.domain.events import (
+    AttemptEnded,
+    EndpointsSet,
+    ResultsCollected,
+    TaskDone,
+    TrainingResumed,
+    WeightsChanged,
+)
+from py_scheduler.domain.generation import STUDENT, Endpoints
 from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
 from py_scheduler.scheduler.ledger.staleness import StalenessWindow
@@ -27,11 +35,14 @@ if TYPE_CHECKING:
 
 
 class ServiceFacts(msgspec.Struct):
-    """weights: by role. windows: by namespace, of those whose staleness is limited."""
+    """weights: by role. windows: by namespace, of those whose staleness is limited. endpoints: by role, of those that
+    were set in place of the configuration's.
+    """
 
     weights: dict[str, WeightHistory] = {}
     history: TrainingHistory = msgspec.field(default_factory=TrainingHistory)
     windows: dict[str, StalenessWindow] = {}
+    endpoints: dict[str, Endpoints] = {}
 
     def weights_of(self, roles: Iterable[str]) -> WeightHistory:
         """The history of the engine that these roles rest on. Where each had one of its own before, the longer one."""
@@ -65,6 +76,12 @@ class ServiceFacts(msgspec.Struct):
             self.history.completed_steps += event.completes_step
         elif type(event) is WeightsChanged:
             self._weights_changed(event)
+        elif type(event) is EndpointsSet:
+            for role in event.roles:
+                if event.endpoints is None:
+                    self.endpoints.pop(role, None)
+                else:
+                    self.endpoints[role] = event.endpoints
         elif type(event) is TrainingResumed and namespace in self.windows:
             self.windows[namespace].resume()
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.episodes.weight_history import WeightHistory
+    from py_scheduler.domain.generation import Endpoints
     from py_scheduler.domain.requests import SubmissionSelector
     from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
 
@@ -180,6 +181,11 @@ class LedgerState:
     def weights_of(self, roles: Iterable[str]) -> WeightHistory:
         """The history of the engine that these roles rest on. Where each had one of its own before, the longer one."""
         return self.service.weights_of(roles)
+
+    def endpoints_of(self, roles: Iterable[str]) -> Endpoints | None:
+        """What was set for the engine that these roles rest on; None: nothing, its configuration counts."""
+        known = self.service.endpoints
+        return next((known[role] for role in roles if role in known), None)
 
     @property
     def history(self) -> TrainingHistory:

@@ -19,6 +19,7 @@ from py_scheduler.domain.events import (
     AbortRequested,
     AttemptEnded,
     AttemptStarted,
+    EndpointsSet,
     EventRecord,
     ResultsAcknowledged,
     ResultsCollected,
@@ -49,6 +50,7 @@ KIND_OF_EVENT: dict[type, EventKind] = {
     ResultsCollected: EventKind.RESULTS_COLLECTED,
     ResultsAcknowledged: EventKind.RESULTS_ACKNOWLEDGED,
     ResultsDiscarded: EventKind.RESULTS_DISCARDED,
+    EndpointsSet: EventKind.ENDPOINTS_SET,
 }
 
 _TAIL_EVENTS = 65_536

@@ -1,5 +1,5 @@
-"""The way of every fact: command -> ledger -> events -> event log. Changes of weights are facts too: the gateway
-notices them, the ledger decides, the journal keeps them.
+"""The way of every fact: command -> ledger -> events -> event log. Changes of weights and of endpoints are facts too:
+the gateway notices them, the ledger decides, the journal keeps them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from py_scheduler.domain.events import (
     TasksAccepted,
     approximate_size,
 )
-from py_scheduler.scheduler.ledger.commands import ChangeWeights
+from py_scheduler.scheduler.ledger.commands import ChangeWeights, SetEndpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from py_scheduler.domain.episodes.weight_history import WeightHistory
     from py_scheduler.domain.events import Event
+    from py_scheduler.domain.generation import Endpoints
     from py_scheduler.domain.ports import Clock
     from py_scheduler.scheduler.ledger.commands import Command
     from py_scheduler.scheduler.ledger.ledger import Ledger
@@ -98,6 +99,12 @@ class RecordedWeights:
         if version != self.history(roles).version:
             change = ChangeWeights(roles, version, is_confirmed, self._clock.unix_time())
             self._recorder.record(change, EVERY_NAMESPACE)
+
+    def endpoints(self, roles: tuple[str, ...]) -> Endpoints | None:
+        return self._recorder.ledger.endpoints_of(roles)
+
+    def endpoints_are(self, roles: tuple[str, ...], endpoints: Endpoints | None) -> None:
+        self._recorder.record(SetEndpoints(roles, endpoints, self._clock.unix_time()), EVERY_NAMESPACE)
 
     async def committed(self) -> None:
         """Raises ResourceExhaustedError while the journal cannot write."""

@@ -155,6 +155,10 @@ class ControlledModel:
         self.loaded.append(update)
         self.version = update.weight_version
 
+    async def name_weights(self, version: str) -> None:
+        self._called(f"name {version}")
+        self.version = version
+
     async def weight_version(self) -> str:
         return self.version
 

@@ -56,7 +56,12 @@ class ControlledSglang:
         app.router.add_post("/v1/tokenize", self._tokenize)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
-        for name in ("pause_generation", "continue_generation", "update_weights_from_disk"):
+        for name in (
+            "pause_generation",
+            "continue_generation",
+            "update_weights_from_disk",
+            "update_weight_version",
+        ):
             app.router.add_post(f"/{name}", self._control)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1, access_log=None)
         await self._runner.setup()
@@ -157,6 +162,7 @@ class ControlledSglang:
             "pause_generation": self._pause,
             "continue_generation": self._continue,
             "update_weights_from_disk": self._update,
+            "update_weight_version": self._name_weights,
         }[name](body)
         await self._tell()
         await self.may_answer.wait()
@@ -195,6 +201,11 @@ class ControlledSglang:
             message = "Weights were updated, but the cache was not flushed"
             return web.json_response({"success": False, "message": message}, status=400)
         return web.json_response({"success": True, "message": "Succeeded"})
+
+    async def _name_weights(self, body: dict[str, Any]) -> web.Response:
+        assert body["abort_all_requests"] is False
+        self.weight_version = body["new_version"]
+        return web.json_response({"success": True, "message": "Weight version updated", "new_version": "1"})
 
 
 def _obeyed() -> web.Response:

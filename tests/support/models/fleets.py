@@ -6,10 +6,12 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from aiohttp import web
+
 from py_scheduler.adapters.http_client import RetrySettings
 from py_scheduler.adapters.sglang.fleet import SglangFleet
 from py_scheduler.adapters.sglang.settings import FleetSettings, SglangSettings
-from py_scheduler.domain.generation import Generation, GenerationRequest, SamplingParams
+from py_scheduler.domain.generation import Generation, GenerationRequest, SamplingParams, WeightUpdate
 from tests.support.fake_clock import FakeClock
 from tests.support.models.scripted_sglang import Script, ScriptedSglang
 
@@ -20,6 +22,8 @@ QUICK = SglangSettings(
     retry=RetrySettings(base_seconds=0.001, max_seconds=0.002), abort_grace_seconds=0.3, stream_interval=1
 )
 MAX_BACKOFF_SECONDS = 8.0
+PAUSE, CONTINUE, UPDATE = "/pause_generation", "/continue_generation", "/update_weights_from_disk"
+NAME = "/update_weight_version"
 
 
 @asynccontextmanager
@@ -40,6 +44,59 @@ async def fleet_on(*servers: ScriptedSglang, **settings: Any) -> AsyncIterator[t
         await fleet.close()
         assert clock.live_timers == 0
         assert not any(server.running for server in servers)
+
+
+class Controlled(ScriptedSglang):
+    """Takes control calls, or answers `control_status`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.control_status = 200
+        self.control_gate: asyncio.Event | None = None
+        """No control call is obeyed before it is set."""
+        self.calls: list[str] = []
+
+    def _add_calls(self, app: web.Application) -> None:
+        super()._add_calls(app)
+        for path in (PAUSE, CONTINUE, UPDATE, NAME):
+            app.router.add_post(path, self._control)
+
+    async def _generation(
+        self,
+        request: web.Request,
+        reply: Any,
+        body: dict[str, Any],
+        script: Script,
+        aborted: asyncio.Event,
+    ) -> bool:
+        """By the weights that it has when it begins."""
+        whole = {"version": self.weight_version, "start": 0, "end": body["sampling_params"]["max_new_tokens"]}
+        script.weight_versions = script.weight_versions or [whole]
+        return await super()._generation(request, reply, body, script, aborted)
+
+    async def _control(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.calls.append(request.path)
+        self._changed.set()
+        if self.control_gate is not None:
+            await self.control_gate.wait()
+        if self.control_status == 200 and request.path == UPDATE:
+            self.weight_version, self.weights_path = body["weight_version"], body["model_path"]
+        elif self.control_status == 200 and request.path == NAME:
+            self.weight_version = body["new_version"]
+        elif self.control_status == 200:
+            self.is_paused = request.path == PAUSE
+        return web.json_response({"message": "scripted"}, status=self.control_status)
+
+
+@asynccontextmanager
+async def controlled() -> AsyncIterator[tuple[SglangFleet, FakeClock, Controlled, Controlled]]:
+    async with Controlled() as first, Controlled() as second, fleet_on(first, second) as (fleet, clock):
+        yield fleet, clock, first, second
+
+
+def weights(version: str) -> WeightUpdate:
+    return WeightUpdate(model_path="/weights/1", weight_version=version)
 
 
 def fleet_of(base_urls: list[str], clock: FakeClock, **settings: Any) -> SglangFleet:

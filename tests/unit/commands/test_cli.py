@@ -172,6 +172,7 @@ def test_every_option_of_every_command_is_explained() -> None:
         "abort",
         "plan",
         "runners",
+        "endpoints",
         "why",
         "try-handler",
         "report",

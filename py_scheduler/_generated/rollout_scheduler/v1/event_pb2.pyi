@@ -364,6 +364,30 @@ class WeightsChanged(_message.Message):
 Global___WeightsChanged: _TypeAlias = WeightsChanged  # noqa: Y015
 
 @_typing.final
+class EndpointsSet(_message.Message):
+    """A language model has other servers; which, GetEndpoints says. Of no submission, as WeightsChanged is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that rest on its engine."""
+
+    def __init__(
+        self,
+        *,
+        roles: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["roles", b"roles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndpointsSet: _TypeAlias = EndpointsSet  # noqa: Y015
+
+@_typing.final
 class TrainingResumed(_message.Message):
     """A namespace's trainer starts, or starts again: it trains on nothing that ended before. Of no submission."""
 
@@ -467,6 +491,7 @@ class Event(_message.Message):
     RESULTS_COLLECTED_FIELD_NUMBER: _builtins.int
     RESULTS_ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     RESULTS_DISCARDED_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_SET_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Rises by one with every event of the store."""
     unix_seconds: _builtins.float
@@ -491,6 +516,8 @@ class Event(_message.Message):
     def results_acknowledged(self) -> Global___ResultsAcknowledged: ...
     @_builtins.property
     def results_discarded(self) -> Global___ResultsDiscarded: ...
+    @_builtins.property
+    def endpoints_set(self) -> Global___EndpointsSet: ...
     def __init__(
         self,
         *,
@@ -507,12 +534,13 @@ class Event(_message.Message):
         results_collected: Global___ResultsCollected | None = ...,
         results_acknowledged: Global___ResultsAcknowledged | None = ...,
         results_discarded: Global___ResultsDiscarded | None = ...,
+        endpoints_set: Global___EndpointsSet | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "results_acknowledged", b"results_acknowledged", "results_collected", b"results_collected", "results_discarded", b"results_discarded", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "weights_changed", b"weights_changed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "endpoints_set", b"endpoints_set", "kind", b"kind", "results_acknowledged", b"results_acknowledged", "results_collected", b"results_collected", "results_discarded", b"results_discarded", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "weights_changed", b"weights_changed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "kind", b"kind", "results_acknowledged", b"results_acknowledged", "results_collected", b"results_collected", "results_discarded", b"results_discarded", "sequence", b"sequence", "submission_id", b"submission_id", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "unix_seconds", b"unix_seconds", "weights_changed", b"weights_changed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requested", b"abort_requested", "attempt_ended", b"attempt_ended", "attempt_started", b"attempt_started", "endpoints_set", b"endpoints_set", "kind", b"kind", "results_acknowledged", b"results_acknowledged", "results_collected", b"results_collected", "results_discarded", b"results_discarded", "sequence", b"sequence", "submission_id", b"submission_id", "task_done", b"task_done", "tasks_accepted", b"tasks_accepted", "training_resumed", b"training_resumed", "unix_seconds", b"unix_seconds", "weights_changed", b"weights_changed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tasks_accepted", "attempt_started", "attempt_ended", "abort_requested", "task_done", "weights_changed", "training_resumed", "results_collected", "results_acknowledged", "results_discarded"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tasks_accepted", "attempt_started", "attempt_ended", "abort_requested", "task_done", "weights_changed", "training_resumed", "results_collected", "results_acknowledged", "results_discarded", "endpoints_set"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

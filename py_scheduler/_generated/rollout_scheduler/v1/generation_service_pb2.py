@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-rollout_scheduler/v1/generation_service.proto\x12\x14rollout_scheduler.v1\"\xab\x01\n\x0fGenerationState\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0e\n\x06paused\x18\x02 \x01(\x08\x12-\n\x04mode\x18\x03 \x01(\x0e\x32\x1f.rollout_scheduler.v1.PauseMode\x12\x16\n\x0eweight_version\x18\x04 \x01(\t\x12\x14\n\x0cweight_epoch\x18\x05 \x01(\x04\x12\x0f\n\x07running\x18\x06 \x01(\x04\x12\x0c\n\x04held\x18\x07 \x01(\x04\"U\n\x16PauseGenerationRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12-\n\x04mode\x18\x02 \x01(\x0e\x32\x1f.rollout_scheduler.v1.PauseMode\"O\n\x17PauseGenerationResponse\x12\x34\n\x05state\x18\x01 \x01(\x0b\x32%.rollout_scheduler.v1.GenerationState\")\n\x19\x43ontinueGenerationRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"R\n\x1a\x43ontinueGenerationResponse\x12\x34\n\x05state\x18\x01 \x01(\x0b\x32%.rollout_scheduler.v1.GenerationState\"P\n\x14UpdateWeightsRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\t\"M\n\x15UpdateWeightsResponse\x12\x34\n\x05state\x18\x01 \x01(\x0b\x32%.rollout_scheduler.v1.GenerationState\")\n\x19GetGenerationStateRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"S\n\x1aGetGenerationStateResponse\x12\x35\n\x06states\x18\x01 \x03(\x0b\x32%.rollout_scheduler.v1.GenerationState*n\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x02\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x03\x32\xdf\x03\n\x11GenerationService\x12n\n\x0fPauseGeneration\x12,.rollout_scheduler.v1.PauseGenerationRequest\x1a-.rollout_scheduler.v1.PauseGenerationResponse\x12w\n\x12\x43ontinueGeneration\x12/.rollout_scheduler.v1.ContinueGenerationRequest\x1a\x30.rollout_scheduler.v1.ContinueGenerationResponse\x12h\n\rUpdateWeights\x12*.rollout_scheduler.v1.UpdateWeightsRequest\x1a+.rollout_scheduler.v1.UpdateWeightsResponse\x12w\n\x12GetGenerationState\x12/.rollout_scheduler.v1.GetGenerationStateRequest\x1a\x30.rollout_scheduler.v1.GetGenerationStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-rollout_scheduler/v1/generation_service.proto\x12\x14rollout_scheduler.v1\"\xab\x01\n\x0fGenerationState\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0e\n\x06paused\x18\x02 \x01(\x08\x12-\n\x04mode\x18\x03 \x01(\x0e\x32\x1f.rollout_scheduler.v1.PauseMode\x12\x16\n\x0eweight_version\x18\x04 \x01(\t\x12\x14\n\x0cweight_epoch\x18\x05 \x01(\x04\x12\x0f\n\x07running\x18\x06 \x01(\x04\x12\x0c\n\x04held\x18\x07 \x01(\x04\"U\n\x16PauseGenerationRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12-\n\x04mode\x18\x02 \x01(\x0e\x32\x1f.rollout_scheduler.v1.PauseMode\"O\n\x17PauseGenerationResponse\x12\x34\n\x05state\x18\x01 \x01(\x0b\x32%.rollout_scheduler.v1.GenerationState\")\n\x19\x43ontinueGenerationRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"R\n\x1a\x43ontinueGenerationResponse\x12\x34\n\x05state\x18\x01 \x01(\x0b\x32%.rollout_scheduler.v1.GenerationState\"P\n\x14UpdateWeightsRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\t\"M\n\x15UpdateWeightsResponse\x12\x34\n\x05state\x18\x01 \x01(\x0b\x32%.rollout_scheduler.v1.GenerationState\"<\n\x14ReportWeightsRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\"M\n\x15ReportWeightsResponse\x12\x34\n\x05state\x18\x01 \x01(\x0b\x32%.rollout_scheduler.v1.GenerationState\"[\n\x13SetEndpointsRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04urls\x18\x02 \x03(\t\x12\x14\n\x0c\x63ontrol_urls\x18\x03 \x03(\t\x12\x12\n\nconfigured\x18\x04 \x01(\x08\"I\n\x14SetEndpointsResponse\x12\x31\n\tendpoints\x18\x01 \x03(\x0b\x32\x1e.rollout_scheduler.v1.Endpoint\"\x84\x01\n\x08\x45ndpoint\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x32\n\x05state\x18\x02 \x01(\x0e\x32#.rollout_scheduler.v1.EndpointState\x12\x11\n\tin_flight\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x63ontrol_urls\x18\x05 \x03(\t\"\x15\n\x13GetEndpointsRequest\"P\n\rRoleEndpoints\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x31\n\tendpoints\x18\x02 \x03(\x0b\x32\x1e.rollout_scheduler.v1.Endpoint\"J\n\x14GetEndpointsResponse\x12\x32\n\x05roles\x18\x01 \x03(\x0b\x32#.rollout_scheduler.v1.RoleEndpoints\")\n\x19GetGenerationStateRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"S\n\x1aGetGenerationStateResponse\x12\x35\n\x06states\x18\x01 \x03(\x0b\x32%.rollout_scheduler.v1.GenerationState*n\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x02\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x03*\xa0\x01\n\rEndpointState\x12\x1e\n\x1a\x45NDPOINT_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45NDPOINT_STATE_UP\x10\x01\x12\x1d\n\x19\x45NDPOINT_STATE_WARMING_UP\x10\x02\x12\x1c\n\x18\x45NDPOINT_STATE_SET_ASIDE\x10\x03\x12\x1b\n\x17\x45NDPOINT_STATE_DRAINING\x10\x04\x32\x97\x06\n\x11GenerationService\x12n\n\x0fPauseGeneration\x12,.rollout_scheduler.v1.PauseGenerationRequest\x1a-.rollout_scheduler.v1.PauseGenerationResponse\x12w\n\x12\x43ontinueGeneration\x12/.rollout_scheduler.v1.ContinueGenerationRequest\x1a\x30.rollout_scheduler.v1.ContinueGenerationResponse\x12h\n\rUpdateWeights\x12*.rollout_scheduler.v1.UpdateWeightsRequest\x1a+.rollout_scheduler.v1.UpdateWeightsResponse\x12h\n\rReportWeights\x12*.rollout_scheduler.v1.ReportWeightsRequest\x1a+.rollout_scheduler.v1.ReportWeightsResponse\x12\x65\n\x0cSetEndpoints\x12).rollout_scheduler.v1.SetEndpointsRequest\x1a*.rollout_scheduler.v1.SetEndpointsResponse\x12\x65\n\x0cGetEndpoints\x12).rollout_scheduler.v1.GetEndpointsRequest\x1a*.rollout_scheduler.v1.GetEndpointsResponse\x12w\n\x12GetGenerationState\x12/.rollout_scheduler.v1.GetGenerationStateRequest\x1a\x30.rollout_scheduler.v1.GetGenerationStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'py_scheduler._generated.rollout_scheduler.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAUSEMODE']._serialized_start=829
-  _globals['_PAUSEMODE']._serialized_end=939
+  _globals['_PAUSEMODE']._serialized_start=1454
+  _globals['_PAUSEMODE']._serialized_end=1564
+  _globals['_ENDPOINTSTATE']._serialized_start=1567
+  _globals['_ENDPOINTSTATE']._serialized_end=1727
   _globals['_GENERATIONSTATE']._serialized_start=72
   _globals['_GENERATIONSTATE']._serialized_end=243
   _globals['_PAUSEGENERATIONREQUEST']._serialized_start=245
@@ -47,10 +49,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=620
   _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=622
   _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=699
-  _globals['_GETGENERATIONSTATEREQUEST']._serialized_start=701
-  _globals['_GETGENERATIONSTATEREQUEST']._serialized_end=742
-  _globals['_GETGENERATIONSTATERESPONSE']._serialized_start=744
-  _globals['_GETGENERATIONSTATERESPONSE']._serialized_end=827
-  _globals['_GENERATIONSERVICE']._serialized_start=942
-  _globals['_GENERATIONSERVICE']._serialized_end=1421
+  _globals['_REPORTWEIGHTSREQUEST']._serialized_start=701
+  _globals['_REPORTWEIGHTSREQUEST']._serialized_end=761
+  _globals['_REPORTWEIGHTSRESPONSE']._serialized_start=763
+  _globals['_REPORTWEIGHTSRESPONSE']._serialized_end=840
+  _globals['_SETENDPOINTSREQUEST']._serialized_start=842
+  _globals['_SETENDPOINTSREQUEST']._serialized_end=933
+  _globals['_SETENDPOINTSRESPONSE']._serialized_start=935
+  _globals['_SETENDPOINTSRESPONSE']._serialized_end=1008
+  _globals['_ENDPOINT']._serialized_start=1011
+  _globals['_ENDPOINT']._serialized_end=1143
+  _globals['_GETENDPOINTSREQUEST']._serialized_start=1145
+  _globals['_GETENDPOINTSREQUEST']._serialized_end=1166
+  _globals['_ROLEENDPOINTS']._serialized_start=1168
+  _globals['_ROLEENDPOINTS']._serialized_end=1248
+  _globals['_GETENDPOINTSRESPONSE']._serialized_start=1250
+  _globals['_GETENDPOINTSRESPONSE']._serialized_end=1324
+  _globals['_GETGENERATIONSTATEREQUEST']._serialized_start=1326
+  _globals['_GETGENERATIONSTATEREQUEST']._serialized_end=1367
+  _globals['_GETGENERATIONSTATERESPONSE']._serialized_start=1369
+  _globals['_GETGENERATIONSTATERESPONSE']._serialized_end=1452
+  _globals['_GENERATIONSERVICE']._serialized_start=1730
+  _globals['_GENERATIONSERVICE']._serialized_end=2521
 # @@protoc_insertion_point(module_scope)

@@ -52,6 +52,33 @@ is kept through an update too.
 """
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
+class _EndpointState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EndpointStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndpointState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ENDPOINT_STATE_UNSPECIFIED: _EndpointState.ValueType  # 0
+    ENDPOINT_STATE_UP: _EndpointState.ValueType  # 1
+    ENDPOINT_STATE_WARMING_UP: _EndpointState.ValueType  # 2
+    """Has never been up, and its time for that is not over."""
+    ENDPOINT_STATE_SET_ASIDE: _EndpointState.ValueType  # 3
+    """It failed, and is probed until it is back."""
+    ENDPOINT_STATE_DRAINING: _EndpointState.ValueType  # 4
+    """It was removed, and finishes what it runs."""
+
+class EndpointState(_EndpointState, metaclass=_EndpointStateEnumTypeWrapper): ...
+
+ENDPOINT_STATE_UNSPECIFIED: EndpointState.ValueType  # 0
+ENDPOINT_STATE_UP: EndpointState.ValueType  # 1
+ENDPOINT_STATE_WARMING_UP: EndpointState.ValueType  # 2
+"""Has never been up, and its time for that is not over."""
+ENDPOINT_STATE_SET_ASIDE: EndpointState.ValueType  # 3
+"""It failed, and is probed until it is back."""
+ENDPOINT_STATE_DRAINING: EndpointState.ValueType  # 4
+"""It was removed, and finishes what it runs."""
+Global___EndpointState: _TypeAlias = EndpointState  # noqa: Y015
+
 @_typing.final
 class GenerationState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -223,6 +250,196 @@ class UpdateWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
+
+@_typing.final
+class ReportWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    weight_version: _builtins.str
+    """Names these weights and no others."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        weight_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportWeightsRequest: _TypeAlias = ReportWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ReportWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def state(self) -> Global___GenerationState: ...
+    def __init__(
+        self,
+        *,
+        state: Global___GenerationState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportWeightsResponse: _TypeAlias = ReportWeightsResponse  # noqa: Y015
+
+@_typing.final
+class SetEndpointsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    URLS_FIELD_NUMBER: _builtins.int
+    CONTROL_URLS_FIELD_NUMBER: _builtins.int
+    CONFIGURED_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    configured: _builtins.bool
+    """The configuration's own count again; then urls and control_urls are empty."""
+    @_builtins.property
+    def urls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of each server, or of one router. Empty: there is none for now, and generations wait."""
+
+    @_builtins.property
+    def control_urls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With a router: the workers behind it."""
+
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        urls: _abc.Iterable[_builtins.str] | None = ...,
+        control_urls: _abc.Iterable[_builtins.str] | None = ...,
+        configured: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "control_urls", b"control_urls", "role", b"role", "urls", b"urls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetEndpointsRequest: _TypeAlias = SetEndpointsRequest  # noqa: Y015
+
+@_typing.final
+class SetEndpointsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]: ...
+    def __init__(
+        self,
+        *,
+        endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetEndpointsResponse: _TypeAlias = SetEndpointsResponse  # noqa: Y015
+
+@_typing.final
+class Endpoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CONTROL_URLS_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    state: Global___EndpointState.ValueType
+    in_flight: _builtins.int
+    """Generations there."""
+    reason: _builtins.str
+    """Why it is not up; empty while it is."""
+    @_builtins.property
+    def control_urls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        state: Global___EndpointState.ValueType = ...,
+        in_flight: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        control_urls: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_urls", b"control_urls", "in_flight", b"in_flight", "reason", b"reason", "state", b"state", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Endpoint: _TypeAlias = Endpoint  # noqa: Y015
+
+@_typing.final
+class GetEndpointsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetEndpointsRequest: _TypeAlias = GetEndpointsRequest  # noqa: Y015
+
+@_typing.final
+class RoleEndpoints(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]: ...
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleEndpoints: _TypeAlias = RoleEndpoints  # noqa: Y015
+
+@_typing.final
+class GetEndpointsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleEndpoints]: ...
+    def __init__(
+        self,
+        *,
+        roles: _abc.Iterable[Global___RoleEndpoints] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["roles", b"roles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetEndpointsResponse: _TypeAlias = GetEndpointsResponse  # noqa: Y015
 
 @_typing.final
 class GetGenerationStateRequest(_message.Message):

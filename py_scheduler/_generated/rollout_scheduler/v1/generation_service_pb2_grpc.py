@@ -52,6 +52,21 @@ class GenerationServiceStub(object):
                 request_serializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.ReportWeights = channel.unary_unary(
+                '/rollout_scheduler.v1.GenerationService/ReportWeights',
+                request_serializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.ReportWeightsRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.ReportWeightsResponse.FromString,
+                _registered_method=True)
+        self.SetEndpoints = channel.unary_unary(
+                '/rollout_scheduler.v1.GenerationService/SetEndpoints',
+                request_serializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.SetEndpointsRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.SetEndpointsResponse.FromString,
+                _registered_method=True)
+        self.GetEndpoints = channel.unary_unary(
+                '/rollout_scheduler.v1.GenerationService/GetEndpoints',
+                request_serializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.GetEndpointsRequest.SerializeToString,
+                response_deserializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.GetEndpointsResponse.FromString,
+                _registered_method=True)
         self.GetGenerationState = channel.unary_unary(
                 '/rollout_scheduler.v1.GenerationService/GetGenerationState',
                 request_serializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.GetGenerationStateRequest.SerializeToString,
@@ -88,6 +103,31 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportWeights(self, request, context):
+        """Says that the caller itself has put weights into the engine (over NCCL, or as tensors), which loads nothing and calls
+        them so from now on. FAILED_PRECONDITION unless the role is paused: what was generated during the push would be told
+        to be of other weights than it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetEndpoints(self, request, context):
+        """Names all servers of a role, in place of those before and of the configuration's. New ones get generations once they
+        were seen to serve the same model and weights; those that are named no more get none, and finish what they run.
+        Holds until the next call, also across restarts. FAILED_PRECONDITION for an engine without servers to name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetEndpoints(self, request, context):
+        """The servers of every role that SetEndpoints can name, and how each stands.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetGenerationState(self, request, context):
         """Says how generation stands, role by role. Asks the engines which weights they have: whoever changes those without
         this service calls it afterwards, and what waits for a change goes on.
@@ -113,6 +153,21 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'ReportWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportWeights,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.ReportWeightsRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.ReportWeightsResponse.SerializeToString,
+            ),
+            'SetEndpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetEndpoints,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.SetEndpointsRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.SetEndpointsResponse.SerializeToString,
+            ),
+            'GetEndpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEndpoints,
+                    request_deserializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.GetEndpointsRequest.FromString,
+                    response_serializer=rollout__scheduler_dot_v1_dot_generation__service__pb2.GetEndpointsResponse.SerializeToString,
             ),
             'GetGenerationState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGenerationState,
@@ -204,6 +259,87 @@ class GenerationService(object):
             '/rollout_scheduler.v1.GenerationService/UpdateWeights',
             rollout__scheduler_dot_v1_dot_generation__service__pb2.UpdateWeightsRequest.SerializeToString,
             rollout__scheduler_dot_v1_dot_generation__service__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_scheduler.v1.GenerationService/ReportWeights',
+            rollout__scheduler_dot_v1_dot_generation__service__pb2.ReportWeightsRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_generation__service__pb2.ReportWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetEndpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_scheduler.v1.GenerationService/SetEndpoints',
+            rollout__scheduler_dot_v1_dot_generation__service__pb2.SetEndpointsRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_generation__service__pb2.SetEndpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEndpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_scheduler.v1.GenerationService/GetEndpoints',
+            rollout__scheduler_dot_v1_dot_generation__service__pb2.GetEndpointsRequest.SerializeToString,
+            rollout__scheduler_dot_v1_dot_generation__service__pb2.GetEndpointsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,18 @@ class GenerationServiceStub:
     """Has the engine load weights from a folder that it can read. A paused engine stays paused; one that is not finishes
     first what it is generating. FAILED_PRECONDITION (ENGINE_REJECTED) with its reason when the engine refuses them.
     """
+    ReportWeights: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.ReportWeightsRequest, _generation_service_pb2.ReportWeightsResponse]
+    """Says that the caller itself has put weights into the engine (over NCCL, or as tensors), which loads nothing and calls
+    them so from now on. FAILED_PRECONDITION unless the role is paused: what was generated during the push would be told
+    to be of other weights than it is.
+    """
+    SetEndpoints: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.SetEndpointsRequest, _generation_service_pb2.SetEndpointsResponse]
+    """Names all servers of a role, in place of those before and of the configuration's. New ones get generations once they
+    were seen to serve the same model and weights; those that are named no more get none, and finish what they run.
+    Holds until the next call, also across restarts. FAILED_PRECONDITION for an engine without servers to name.
+    """
+    GetEndpoints: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetEndpointsRequest, _generation_service_pb2.GetEndpointsResponse]
+    """The servers of every role that SetEndpoints can name, and how each stands."""
     GetGenerationState: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetGenerationStateRequest, _generation_service_pb2.GetGenerationStateResponse]
     """Says how generation stands, role by role. Asks the engines which weights they have: whoever changes those without
     this service calls it afterwards, and what waits for a change goes on.
@@ -67,6 +79,36 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         """Has the engine load weights from a folder that it can read. A paused engine stays paused; one that is not finishes
         first what it is generating. FAILED_PRECONDITION (ENGINE_REJECTED) with its reason when the engine refuses them.
         """
+
+    @_abc_1.abstractmethod
+    def ReportWeights(
+        self,
+        request: _generation_service_pb2.ReportWeightsRequest,
+        context: _aio.ServicerContext[_generation_service_pb2.ReportWeightsRequest, _abc.Awaitable[_generation_service_pb2.ReportWeightsResponse]],
+    ) -> _abc.Awaitable[_generation_service_pb2.ReportWeightsResponse]:
+        """Says that the caller itself has put weights into the engine (over NCCL, or as tensors), which loads nothing and calls
+        them so from now on. FAILED_PRECONDITION unless the role is paused: what was generated during the push would be told
+        to be of other weights than it is.
+        """
+
+    @_abc_1.abstractmethod
+    def SetEndpoints(
+        self,
+        request: _generation_service_pb2.SetEndpointsRequest,
+        context: _aio.ServicerContext[_generation_service_pb2.SetEndpointsRequest, _abc.Awaitable[_generation_service_pb2.SetEndpointsResponse]],
+    ) -> _abc.Awaitable[_generation_service_pb2.SetEndpointsResponse]:
+        """Names all servers of a role, in place of those before and of the configuration's. New ones get generations once they
+        were seen to serve the same model and weights; those that are named no more get none, and finish what they run.
+        Holds until the next call, also across restarts. FAILED_PRECONDITION for an engine without servers to name.
+        """
+
+    @_abc_1.abstractmethod
+    def GetEndpoints(
+        self,
+        request: _generation_service_pb2.GetEndpointsRequest,
+        context: _aio.ServicerContext[_generation_service_pb2.GetEndpointsRequest, _abc.Awaitable[_generation_service_pb2.GetEndpointsResponse]],
+    ) -> _abc.Awaitable[_generation_service_pb2.GetEndpointsResponse]:
+        """The servers of every role that SetEndpoints can name, and how each stands."""
 
     @_abc_1.abstractmethod
     def GetGenerationState(

@@ -62,6 +62,7 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_RESULTS_COLLECTED: _EventKind.ValueType  # 8
     EVENT_KIND_RESULTS_ACKNOWLEDGED: _EventKind.ValueType  # 9
     EVENT_KIND_RESULTS_DISCARDED: _EventKind.ValueType  # 10
+    EVENT_KIND_ENDPOINTS_SET: _EventKind.ValueType  # 11
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper): ...
 
@@ -76,6 +77,7 @@ EVENT_KIND_TRAINING_RESUMED: EventKind.ValueType  # 7
 EVENT_KIND_RESULTS_COLLECTED: EventKind.ValueType  # 8
 EVENT_KIND_RESULTS_ACKNOWLEDGED: EventKind.ValueType  # 9
 EVENT_KIND_RESULTS_DISCARDED: EventKind.ValueType  # 10
+EVENT_KIND_ENDPOINTS_SET: EventKind.ValueType  # 11
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 class _TaskPhase:

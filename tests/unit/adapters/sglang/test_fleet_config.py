@@ -14,6 +14,7 @@ from py_scheduler.adapters.sglang.fleet import SglangFleet
 from py_scheduler.adapters.sglang.settings import FleetSettings
 from py_scheduler.app import build_generation
 from py_scheduler.config import Config
+from py_scheduler.domain.generation import Endpoints
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -40,6 +41,17 @@ fleet = { max_concurrency = 5, warm_up_seconds = 9.0 }
     assert engine._settings.default_max_new_tokens == 77
 
 
+def test_none_yet_and_a_router_that_may_change() -> None:
+    engine, faults = built("base_urls = []")
+    assert faults == []
+    assert isinstance(engine, SglangFleet)
+    assert engine.endpoints == Endpoints(urls=())
+    engine, faults = built('base_urls = ["http://r:1"]\ncontrol_urls = ["http://b:1", "http://c:1"]')
+    assert faults == []
+    assert isinstance(engine, SglangFleet)
+    assert engine._endpoints[0].backend.control_urls == ("http://b:1", "http://c:1")
+
+
 def test_one_server_and_a_router_with_its_workers() -> None:
     engine, faults = built('base_url = "http://a:1"')
     assert (type(engine), faults) == (SglangBackend, [])
@@ -56,11 +68,11 @@ def test_one_server_and_a_router_with_its_workers() -> None:
         ("base_url = 3", "base_url: 3 is no address"),
         ("base_url = 'localhost:30000'", "base_url: 'localhost:30000' is no address"),
         ("base_urls = 'http://a:1'", "base_urls: must be a list"),
-        ("base_urls = []", "base_urls: must be a list of one or more"),
         ("base_urls = ['http://a:1', 'http://b:port']", "base_urls: 'http://b:port' is no address"),
         ("base_urls = ['http://a:1', 'http://a:1/']", "base_urls: names an address twice"),
         ("base_url = 'http://a:1'\nbase_urls = ['http://b:1']", "base_url: base_urls are asked directly"),
-        ("base_urls = ['http://b:1']\ncontrol_urls = ['http://c:1']", "control_urls: base_urls are asked directly"),
+        ("base_urls = ['http://b:1', 'http://d:1']\ncontrol_urls = ['http://c:1']", "control_urls: are the workers"),
+        ("base_urls = []\ncontrol_urls = ['http://c:1']", "control_urls: are the workers"),
         ("base_url = 'http://a:1'\ncontrol_urls = []", "control_urls: must be a list of one or more"),
         ("base_url = 'http://a:1'\nfleet = {}", "fleet: unknown key"),
         ("base_urls = ['http://b:1']\nfleet = { max_concurency = 1 }", "fleet.max_concurency: unknown key"),
@@ -94,7 +106,6 @@ def test_settings_are_checked(said: dict[str, Any], message: str) -> None:
         msgspec.convert(said, FleetSettings)
 
 
-@pytest.mark.parametrize("urls", [[], ["http://a:1", "http://a:1/"]])
-def test_addresses_are_checked_without_a_configuration_too(urls: list[str]) -> None:
-    with pytest.raises(InvalidArgumentError, match="base_urls"):
-        SglangFleet(urls)
+def test_addresses_are_checked_without_a_configuration_too() -> None:
+    with pytest.raises(InvalidArgumentError, match="named already"):
+        SglangFleet(["http://a:1", "http://a:1/"])

@@ -3,64 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import pytest
-from aiohttp import web
 
-from py_scheduler.domain.generation import PauseMode, WeightUpdate
+from py_scheduler.domain.generation import PauseMode
 from py_scheduler.domain.ports import GenerationControl
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
-from tests.support.models.fleets import MAX_BACKOFF_SECONDS, fleet_on, request, up
-from tests.support.models.scripted_sglang import ScriptedSglang
+from tests.support.models.fleets import (
+    CONTINUE,
+    MAX_BACKOFF_SECONDS,
+    PAUSE,
+    UPDATE,
+    controlled,
+    request,
+    up,
+    weights,
+)
 from tests.support.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from py_scheduler.adapters.sglang.fleet import SglangFleet
-    from tests.support.fake_clock import FakeClock
-
-PAUSE, CONTINUE, UPDATE = "/pause_generation", "/continue_generation", "/update_weights_from_disk"
-
-
-class Controlled(ScriptedSglang):
-    """Takes control calls, or answers `control_status`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.control_status = 200
-        self.control_gate: asyncio.Event | None = None
-        """No control call is obeyed before it is set."""
-        self.calls: list[str] = []
-
-    def _add_calls(self, app: web.Application) -> None:
-        super()._add_calls(app)
-        for path in (PAUSE, CONTINUE, UPDATE):
-            app.router.add_post(path, self._control)
-
-    async def _control(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.calls.append(request.path)
-        self._changed.set()
-        if self.control_gate is not None:
-            await self.control_gate.wait()
-        if self.control_status == 200 and request.path == UPDATE:
-            self.weight_version, self.weights_path = body["weight_version"], body["model_path"]
-        elif self.control_status == 200:
-            self.is_paused = request.path == PAUSE
-        return web.json_response({"message": "scripted"}, status=self.control_status)
-
-
-@asynccontextmanager
-async def controlled() -> AsyncIterator[tuple[SglangFleet, FakeClock, Controlled, Controlled]]:
-    async with Controlled() as first, Controlled() as second, fleet_on(first, second) as (fleet, clock):
-        yield fleet, clock, first, second
-
-
-def weights(version: str) -> WeightUpdate:
-    return WeightUpdate(model_path="/weights/1", weight_version=version)
 
 
 async def test_every_endpoint_is_paused_updated_and_resumed() -> None:
