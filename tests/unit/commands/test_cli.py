@@ -123,7 +123,7 @@ def test_status_says_how_tokens_come_where_there_is_more_than_one_way() -> None:
         )
         for role, streaming in (("student", "increments"), ("teacher", ""))
     ]
-    lines = _server_lines(ServerInfo(version="1", evaluators=(), engines=tuple(engines), nodes=()))
+    lines = _server_lines(ServerInfo(version="1", evaluators=(), engines=tuple(engines), nodes=()), {})
     assert lines[1:] == ["engine     student  m  weights 7  streams increments", "engine     teacher  m  weights 7"]
 
 
@@ -292,3 +292,13 @@ async def test_sighup_has_the_tokens_read_again(started: Any, tmp_path: Path) ->
     async with SchedulerClient(address, token=secret, reconnect_seconds=0.0) as client:
         with pytest.raises(UnauthenticatedError):
             await client.server_info()
+
+
+def test_what_is_said_of_servers_is_checked_before_any_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["student", "http://a:1", "--none"], ["student", "--control-url", "http://a:1", "--configured"]):
+        assert main(["endpoints", *words]) == 2
+        assert "leave one of the two out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["endpoints", "student", "--none", "--configured"])
+    assert main(["endpoints", "--none", "--target", "127.0.0.1:1"]) == 2
+    assert "name the role" in capsys.readouterr().err
