@@ -156,7 +156,11 @@ class AbortRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
     request_id: str = ""
     """Of the call that asked; empty: nobody will ask again by an id."""
     request_digest: bytes = b""
-    """Of that call."""
+    """Of that call. A call that stops many says so in several events: the last one bears its id."""
+    stopped_earlier: int = 0
+    """How many tasks that call had stopped by then, in events of their own."""
+    before_task_no: int | None = None
+    """It was about tasks of lower numbers, those that there were when it came; None: those that there are now."""
 
 
 class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):

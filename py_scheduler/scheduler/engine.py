@@ -197,7 +197,7 @@ class Engine:
         self.is_running = False
         self._admission.stop()
         self.leases.close()
-        self._stops.clear_deadlines()
+        self._stops.close()
         self._refusals.close()
         self.stranded_workers = await self._supervisor.close()
         await self._workdirs.close()

@@ -18,7 +18,7 @@ import msgspec
 from py_scheduler.domain.events import AttemptEnded
 from py_scheduler.domain.ports import SERVICE
 from py_scheduler.scheduler.intake import Intake, waiting_attempts
-from py_scheduler.scheduler.ledger.commands import InterruptAttempt
+from py_scheduler.scheduler.ledger.commands import EndStopped, InterruptAttempt
 from py_scheduler.scheduler.ledger.snapshots import is_of_result, result_of, service_of, submission_of
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 
@@ -181,12 +181,14 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def interrupt_running(recorder: Recorder, clock: Clock) -> None:
-    """Attempts that were running when the last process ended give way to the next attempt."""
+    """Attempts that were running when the last process ended give way to the next attempt, unless they were stopped."""
     ledger = recorder.ledger
     for submission in ledger.open_submissions():
         for task_id in list(submission.open_tasks):
             for ref in ledger.running_attempts(task_id):
                 recorder.record(InterruptAttempt(ref, clock.unix_time()), submission.key.namespace)
+            # The process ended between the stop of a task and the end of what waited of it.
+            recorder.record(EndStopped(task_id, clock.unix_time()), submission.key.namespace)
 
 
 def unscored_groups(ledger: LedgerState) -> list[TaskRecord]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, TypeVar
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -41,3 +42,51 @@ def at_once(work: Generator[None, None, _Result]) -> _Result:
         except StopIteration as done:
             result: _Result = done.value
             return result
+
+
+class Backlog:
+    """Work that goes on whether or not anybody waits for it. Several pieces take turns, so that none waits for another
+    one that is long.
+    """
+
+    def __init__(self) -> None:
+        self._work: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
+        self._next_slice: asyncio.Handle | None = None
+
+    def add(self, work: Generator[None, None, _Result]) -> asyncio.Future[_Result]:
+        """Does the first slice of it now, so that what is short is over when this returns. To wait for the rest, shield
+        what is returned: it is the work's and not the caller's.
+        """
+        done: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+        self._do_slice(work, done)
+        return done
+
+    def close(self) -> None:
+        """Does nothing any more; who waits is cancelled."""
+        if self._next_slice is not None:
+            self._next_slice.cancel()
+        for work, done in self._work:
+            work.close()
+            done.cancel()
+        self._work.clear()
+
+    def _do_slice(self, work: Generator[None, None, _Result], done: asyncio.Future[_Result]) -> None:
+        slice_ends = time.monotonic() + SLICE_SECONDS
+        try:
+            while time.monotonic() < slice_ends:
+                next(work)
+        except StopIteration as end:
+            done.set_result(end.value)
+            return
+        except Exception as error:  # noqa: BLE001 -- it is for whoever waits
+            done.set_exception(error)
+            return
+        self._work.append((work, done))
+        if self._next_slice is None:
+            self._next_slice = asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._next_slice = None
+        self._do_slice(*self._work.popleft())
+        if self._work and self._next_slice is None:
+            self._next_slice = asyncio.get_running_loop().call_soon(self._go_on)

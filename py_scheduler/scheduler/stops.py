@@ -3,25 +3,32 @@
 Invariants
   1. A stop is a fact before it is an act: the ledger ends the attempts that wait, and only then are the running ones
      told to stop.
-  2. Each open task with a `task_deadline_seconds` has one timer, also after a restart.
+  2. However many tasks are stopped, the loop goes on meanwhile. First all of them are called stopped: from then on none
+     of them begins anything. Then they end, one by one. A restart ends what was called stopped and had not ended.
+  3. Each open task with a `task_deadline_seconds` has one timer, also after a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from py_scheduler.domain.events import AbortRequested, StopCause
 from py_scheduler.domain.requests import AbortReply, AbortRequest
 from py_scheduler.domain.values.plain import safe_text
-from py_scheduler.errors import NotFoundError
+from py_scheduler.errors import AlreadyExistsError, NotFoundError
 from py_scheduler.execution.deadlines import Deadlines
 from py_scheduler.scheduler.intake import abort_digest
-from py_scheduler.scheduler.ledger.commands import StopTasks
+from py_scheduler.scheduler.ledger.commands import EndStopped, StopTasks
+from py_scheduler.scheduler.slices import Backlog
 from py_scheduler.scheduler.supervisor import EVERYTHING, TaskScope
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from py_scheduler.domain.ports import Clock
     from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
@@ -32,6 +39,21 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+_AT_ONCE = 64
+"""So many tasks are stopped and ended within one turn of the loop."""
+_NAMED_AT_ONCE = 2_000
+"""Tasks that one event names."""
+
+
+class _Abort(NamedTuple):
+    """scope: the tasks that a wait is for, without those that are submitted later. stopped: how many tasks it stopped;
+    over when all of them were told.
+    """
+
+    digest: bytes
+    scope: TaskScope
+    stopped: asyncio.Future[int]
 
 
 class TaskDeadline:
@@ -63,6 +85,9 @@ class Stops:
         self._admission = admission
         self._clock = clock
         self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
+        self._backlog = Backlog()
+        self._under_way: dict[tuple[str, str], _Abort] = {}
+        """Aborts that take several slices, by namespace and request id."""
 
     def arm_deadline(self, record: TaskRecord) -> None:
         """Gets each open task that has a `task_deadline_seconds`, once."""
@@ -79,40 +104,54 @@ class Stops:
             return now - at.monotonic_seconds
         return max(0.0, self._clock.unix_time() - record.accepted_unix_seconds)
 
-    def clear_deadlines(self) -> None:
+    def close(self) -> None:
+        """Stops nothing any more."""
         self._task_deadlines.clear()
+        self._backlog.close()
 
     def _on_task_deadline(self, deadline: TaskDeadline, _when: float) -> None:
         submission = self._ledger.submission(deadline.submission_id)
         if submission is not None:
             reason = f"task_deadline_seconds ({deadline.seconds:g}) passed"
-            self.stop(submission, (deadline.task_id,), StopCause.TASK_DEADLINE, reason)
+            _ = self.stop(submission, (deadline.task_id,), StopCause.TASK_DEADLINE, reason)
 
     async def abort(self, request: AbortRequest) -> AbortReply:
         """See `Engine.abort`."""
-        scope, stopped = self._begin_abort(request)
+        under_way = self._begin_abort(request)
+        # What has begun goes on to its end, whether or not the call lives to see it.
+        stopped = await asyncio.shield(under_way.stopped)
         await self._event_log.wait_committed(self._ledger.last_sequence)
         if request.wait:
             try:
                 async with asyncio.timeout(request.timeout_seconds):
-                    await self._supervisor.wait_stopped(scope)
+                    await self._supervisor.wait_stopped(under_way.scope)
             except TimeoutError:
                 pass  # No failure: the answer says what is still stopping.
-        return AbortReply(aborted_tasks=stopped, still_stopping=self._supervisor.unconfirmed(scope))
+        return AbortReply(aborted_tasks=stopped, still_stopping=self._supervisor.unconfirmed(under_way.scope))
 
-    def _begin_abort(self, request: AbortRequest) -> tuple[TaskScope, int]:
-        """The tasks that a wait is for, without those that are submitted later; and how many tasks this call stopped,
-        or had stopped when it came the first time.
-        """
-        task_ids = frozenset(request.task_ids)
+    def _begin_abort(self, request: AbortRequest) -> _Abort:
+        """The abort of this call, or the one that a call with its request id began before."""
+        namespace, task_ids = request.selector.namespace, frozenset(request.task_ids)
         digest = abort_digest(request) if request.request_id else b""
-        done = self._ledger.requests.repeated(request.selector.namespace, request.request_id, digest)
+        key = namespace, request.request_id
+        under_way = self._under_way.get(key)
+        if under_way is not None and under_way.digest == digest:
+            return under_way
+        done = self._ledger.requests.repeated(namespace, request.request_id, digest)
         if done is not None:
-            return TaskScope(done.submission_id, task_ids, done.task_count), done.stopped_tasks
+            scope = TaskScope(done.submission_id, task_ids, done.task_count)
+            stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            stopped.set_result(done.stopped_tasks)
+            return _Abort(digest, scope, stopped)
+        if under_way is not None:
+            raise AlreadyExistsError(
+                f"request_id {request.request_id!r} is another call's, which is under way: send a fresh request_id"
+            )
         submission = self._ledger.require(request.selector)
         for task_id in request.task_ids:
             if not submission.has_had(task_id):
                 raise NotFoundError(f"submission {submission.submission_id!r} has no task {task_id!r}")
+        scope = TaskScope(submission.submission_id, task_ids, submission.next_task_no)
         stopped = self.stop(
             submission,
             request.task_ids,
@@ -123,7 +162,11 @@ class Stops:
             request_id=request.request_id,
             request_digest=digest,
         )
-        return TaskScope(submission.submission_id, task_ids, submission.next_task_no), len(stopped)
+        abort = _Abort(digest, scope, stopped)
+        if request.request_id and not stopped.done():
+            self._under_way[key] = abort
+            stopped.add_done_callback(lambda _: self._under_way.pop(key))
+        return abort
 
     def stop(
         self,
@@ -136,33 +179,66 @@ class Stops:
         restarts_runners: bool = False,
         request_id: str = "",
         request_digest: bytes = b"",
-    ) -> tuple[str, ...]:
-        """Ends the attempts that wait, and tells the running ones to stop. Returns the ids of the tasks that it
-        stopped.
+    ) -> asyncio.Future[int]:
+        """Ends the attempts that wait, and tells the running ones to stop: few within this call, many in slices. Comes
+        to how many tasks it stopped.
 
         task_ids: of this submission; none: all of it.
         """
-        reason = safe_text(reason)
         command = StopTasks(
             submission.submission_id,
             task_ids,
             cause,
-            reason,
+            safe_text(reason),
             self._clock.unix_time(),
             keeps_results,
             restarts_runners,
             request_id,
             request_digest,
         )
-        asked: tuple[str, ...] = ()
+        return self._backlog.add(self._stopping(submission, command))
+
+    def _stopping(self, submission: SubmissionRecord, command: StopTasks) -> Generator[None, None, int]:
+        named = command.task_ids or tuple(submission.open_tasks)
+        if len(named) <= _AT_ONCE:
+            asked = [*self._record_stop(submission, command)]
+        else:
+            asked = yield from self._stop_many(submission, command, named)
+        if asked:  # They start no more, and in the queue nobody waits for them from now on.
+            self._admission.attempts_were_ended((submission.submission_id,) if command.task_ids else ())
+        for task_id in asked:
+            if len(named) > _AT_ONCE:
+                self._recorder.record(EndStopped(task_id, command.unix_seconds), submission.key.namespace)
+            restarts = command.restarts_runners
+            self._supervisor.stop(task_id, command.cause, command.reason, restarts_runners=restarts)
+            yield
+        return len(asked)
+
+    def _stop_many(
+        self, submission: SubmissionRecord, command: StopTasks, named: tuple[str, ...]
+    ) -> Generator[None, None, list[str]]:
+        """The ids of the tasks that were stopped; what waits of them is still to be ended.
+
+        The last of its events has the request id: a process that dies before leaves a call that nobody has answered,
+        and that stops the rest when it is sent again.
+        """
+        asked: list[str] = []
+        command = msgspec.structs.replace(command, ends_waiting=False, before_task_no=submission.next_task_no)
+        for begin in range(0, len(named), _NAMED_AT_ONCE):
+            some = named[begin : begin + _NAMED_AT_ONCE]
+            part = msgspec.structs.replace(command, task_ids=some, stopped_earlier=len(asked))
+            if begin + len(some) < len(named):
+                part = msgspec.structs.replace(part, request_id="", request_digest=b"")
+            asked += self._record_stop(submission, part)
+            yield
+        return asked
+
+    def _record_stop(self, submission: SubmissionRecord, command: StopTasks) -> tuple[str, ...]:
+        """The ids of the tasks that it stopped."""
         for event in self._recorder.record(command, submission.key.namespace):
             if type(event) is AbortRequested:
-                asked = event.task_ids
-        for task_id in asked:
-            self._supervisor.stop(task_id, cause, reason, restarts_runners=restarts_runners)
-        if asked:
-            self._admission.attempts_were_ended((submission.submission_id,))
-        return asked
+                return event.task_ids
+        return ()
 
     async def stop_and_wait(
         self,
@@ -174,7 +250,7 @@ class Stops:
         restarts_runners: bool,
     ) -> None:
         """Returns when their work has been seen to stop, or was given up."""
-        self.stop(
+        stopped = self.stop(
             submission,
             task_ids,
             StopCause.REQUEST,
@@ -182,6 +258,7 @@ class Stops:
             keeps_results=keeps_results,
             restarts_runners=restarts_runners,
         )
+        await asyncio.shield(stopped)
         await self._supervisor.wait_stopped(TaskScope(submission.submission_id, frozenset(task_ids)))
 
     async def drain(self, grace_seconds: float, *, ends_what_is_open: bool) -> None:
@@ -194,5 +271,5 @@ class Stops:
             logger.warning("samples were still running after %g s of draining", grace_seconds)
         if ends_what_is_open:
             for submission in self._ledger.open_submissions():
-                self.stop(submission, (), StopCause.SHUTDOWN, "the server is shutting down")
+                await asyncio.shield(self.stop(submission, (), StopCause.SHUTDOWN, "the server is shutting down"))
             await self._supervisor.wait_stopped(EVERYTHING)

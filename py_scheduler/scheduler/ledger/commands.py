@@ -123,7 +123,9 @@ class ResumeTraining(msgspec.Struct, frozen=True, gc=False):
 class StopTasks(msgspec.Struct, frozen=True, gc=False):
     """Stops the open tasks of a submission, or those that are named.
 
-    keeps_results, restarts_runners, request_id, request_digest: see `AbortRequested`.
+    keeps_results, restarts_runners, request_id, request_digest, stopped_earlier, before_task_no: see
+    `AbortRequested`.
+    ends_waiting: whether what waits of them ends with it; else an `EndStopped` for each of them is to follow.
     """
 
     submission_id: str
@@ -135,6 +137,16 @@ class StopTasks(msgspec.Struct, frozen=True, gc=False):
     restarts_runners: bool = False
     request_id: str = ""
     request_digest: bytes = b""
+    stopped_earlier: int = 0
+    before_task_no: int | None = None
+    ends_waiting: bool = True
+
+
+class EndStopped(msgspec.Struct, frozen=True, gc=False):
+    """Ends what waits of a task that was stopped. What runs of it ends by the report of its stop."""
+
+    task_id: str
+    unix_seconds: float
 
 
 class CollectResults(msgspec.Struct, frozen=True, gc=False):
@@ -178,6 +190,7 @@ Command = (
     | RefuseAttempt
     | InterruptAttempt
     | StopTasks
+    | EndStopped
     | CollectResults
     | AcknowledgeResults
     | DiscardResults

@@ -5,7 +5,7 @@
 Invariants
   1. A command about an attempt that is over, or has given way to the next, makes no event (fencing): once attempt 2 of
      a SubTask is queued, a late report of attempt 1 changes nothing.
-  2. A task that is to be stopped never starts an attempt again.
+  2. A task that is to be stopped never starts an attempt again, also while what waits of it is still to be ended.
   3. A call that is sent again under its request id accepts nothing.
 """
 
@@ -36,6 +36,7 @@ from py_scheduler.scheduler.ledger.commands import (
     CollectResults,
     DiscardResults,
     EndAttempt,
+    EndStopped,
     InterruptAttempt,
     LeaseAttempts,
     RefuseAttempt,
@@ -83,6 +84,7 @@ class Decisions:
             SetEndpoints: self._set_endpoints,
             ResumeTraining: self._resume,
             StopTasks: self._stop,
+            EndStopped: self._end_stopped,
             CollectResults: state.results.decide_collect,
             AcknowledgeResults: state.results.decide_acknowledge,
             DiscardResults: state.results.decide_discard,
@@ -211,11 +213,20 @@ class Decisions:
                 restarts_runners=command.restarts_runners,
                 request_id=command.request_id,
                 request_digest=command.request_digest,
+                stopped_earlier=command.stopped_earlier,
+                before_task_no=command.before_task_no,
             )
         ]
-        for task in tasks:
-            events.extend(end_waiting(task, command))
+        if command.ends_waiting:
+            for task in tasks:
+                events.extend(end_waiting(task, command.cause, command.reason, command.unix_seconds))
         return events
+
+    def _end_stopped(self, command: EndStopped) -> list[Event]:
+        task = self._state.task(command.task_id)
+        if task is None or task.stop_cause is None:
+            return []
+        return list(end_waiting(task, task.stop_cause, task.reason, command.unix_seconds))
 
 
 def _check_client_keys(submission: SubmissionRecord | None, command: AcceptTasks) -> None:

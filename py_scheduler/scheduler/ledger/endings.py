@@ -13,7 +13,7 @@ import msgspec
 
 from py_scheduler.domain.events import AttemptEnded, AttemptRef, Event, StopCause, TaskDone
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone, TaskState, classify_termination
-from py_scheduler.scheduler.ledger.commands import EndAttempt, ScoreGroup, StopTasks
+from py_scheduler.scheduler.ledger.commands import EndAttempt, ScoreGroup
 from py_scheduler.scheduler.ledger.records import WAITING, SubTaskRecord, TaskRecord
 
 if TYPE_CHECKING:
@@ -141,19 +141,19 @@ def end_for_good(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) 
     return events
 
 
-def end_waiting(task: TaskRecord, command: StopTasks) -> Iterator[Event]:
-    """Ends what has not started; what runs is ended by the report of its stop."""
-    state = command.cause.attempt_state
+def end_waiting(task: TaskRecord, cause: StopCause, reason: str, unix_seconds: float) -> Iterator[Event]:
+    """Ends what has not started of a stopped task; what runs is ended by the report of its stop."""
+    state = cause.attempt_state
     waiting = [(no, sub) for no, sub in enumerate(task.subtasks) if sub.state in WAITING]
     last_samples: list[SampleDone] = []
     for subtask_no, subtask in waiting:
         ref = AttemptRef(task.task_id, subtask_no, subtask.attempt_no)
-        end = EndAttempt(ref, state, (), command.reason, command.unix_seconds)
+        end = EndAttempt(ref, state, (), reason, unix_seconds)
         samples = final_samples(task, subtask, end)
         last_samples.extend(samples)
         yield ended(task, end, samples, 0)
     if task.open_subtasks == len(waiting):
-        yield task_done(task, last_samples, 0, command.reason, command.unix_seconds, command.cause)
+        yield task_done(task, last_samples, 0, reason, unix_seconds, cause)
 
 
 def task_done(

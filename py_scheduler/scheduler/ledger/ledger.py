@@ -211,7 +211,7 @@ class Ledger:
 
     def _apply_abort(self, event: AbortRequested) -> None:
         submission = self._submissions[event.submission_id]
-        self._remember_call(submission, event, stopped_tasks=len(event.task_ids))
+        self._remember_call(submission, event, event.stopped_earlier + len(event.task_ids), event.before_task_no)
         self._settle_after(submission)
         for task_id in event.task_ids:
             task = self._tasks[task_id]
@@ -251,14 +251,18 @@ class Ledger:
         self._settle_after(submission)
 
     def _remember_call(
-        self, submission: SubmissionRecord, event: AbortRequested | ResultsDiscarded, stopped_tasks: int = 0
+        self,
+        submission: SubmissionRecord,
+        event: AbortRequested | ResultsDiscarded,
+        stopped_tasks: int = 0,
+        before_task_no: int | None = None,
     ) -> None:
         if event.request_id:
             request = RequestRecord(
                 event.request_digest,
                 submission.submission_id,
                 0,
-                submission.next_task_no,
+                submission.next_task_no if before_task_no is None else before_task_no,
                 self.state.last_sequence,
                 stopped_tasks,
             )

@@ -114,12 +114,16 @@ class LedgerState:
         return self._tasks[task_id]
 
     def task_at(self, ref: AttemptRef, states: tuple[AttemptState, ...]) -> TaskRecord | None:
-        """The task of an attempt that is in one of these states; None too when it is not its SubTask's latest."""
+        """The task of an attempt that is in one of these states; None too when it is not its SubTask's latest, or waits
+        and its task was stopped.
+        """
         task = self._tasks.get(ref.task_id)
         if task is None:
             return None
         subtask = task.subtasks[ref.subtask_no]
-        return task if subtask.attempt_no == ref.attempt_no and subtask.state in states else None
+        if subtask.attempt_no != ref.attempt_no or subtask.state not in states:
+            return None
+        return None if task.stop_cause is not None and states is WAITING else task
 
     def is_waiting(self, ref: AttemptRef) -> bool:
         """Whether this attempt is still to be started."""

@@ -55,6 +55,8 @@ KIND_OF_EVENT: dict[type, EventKind] = {
 
 _TAIL_EVENTS = 65_536
 _TAIL_BYTES = 64 << 20
+_SLACK = 1.0625
+"""How much longer than that it may become. Whatever is cut off at once holds the loop."""
 _FRAME_EVENTS = 512
 _FRAME_BYTES = 1 << 20
 _FRAME_SCAN = 8_192
@@ -152,12 +154,12 @@ class EventLog:
         self.committed_sequence = through_sequence
         self._tail.extend(committed)
         self._tail_bytes += sum([record.size for record in committed])
-        if len(self._tail) > 2 * self._max_tail_events or self._tail_bytes > 2 * self._max_tail_bytes:
+        if len(self._tail) > _SLACK * self._max_tail_events or self._tail_bytes > _SLACK * self._max_tail_bytes:
             self._cut_tail()
         self._news.ring()
 
     def _cut_tail(self) -> None:
-        """Halves the tail at least; what is cut off keeps no encoded form."""
+        """What is cut off keeps no encoded form."""
         tail, cut = self._tail, 0
         while len(tail) - cut > self._max_tail_events or (self._tail_bytes > self._max_tail_bytes and cut < len(tail)):
             self._tail_bytes -= tail[cut].size

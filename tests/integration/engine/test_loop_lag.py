@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
+
+from py_scheduler.domain.events import AttemptStarted
 from py_scheduler.domain.leases import AcquireRequest, LeaseState, LeaseTerms, PlacementDemand
+from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import TaskState
+from py_scheduler.errors import AlreadyExistsError
 from py_scheduler.placement import PlacementPool
 from tests.support.fake_clock import settle
 from tests.support.handlers import GatedAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
+from tests.support.journal.journal_store import SurvivingJournal
 from tests.support.loop_lag import LIMIT_SECONDS, LoopLag
 
 if TYPE_CHECKING:
-    import pytest
-
     from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
+    from py_scheduler.domain.requests import SubmitReply
 
 GPU = Resource(gpu=1.0)
 
@@ -104,3 +109,67 @@ async def test_four_explanations_and_a_lease_before_a_long_queue_while_the_loop_
         assert lease.state is LeaseState.PENDING
         assert "are ahead of it" in lease.reason
         agent.gate.set()
+
+
+# Stops
+
+
+def abort_of(harness: Harness, reply: SubmitReply, request_id: str = "a", *task_ids: str) -> AbortRequest:
+    return AbortRequest(selector=harness.selector(reply), request_id=request_id, task_ids=task_ids, wait=True)
+
+
+async def test_an_abort_of_many_tasks_while_the_loop_goes_on() -> None:
+    agent = GatedAgent()
+    async with running_engine(on_a_gpu(agent), pool=pool_of("node")) as harness:
+        reply = await harness.submit([task_of()] * 20_000, 1)
+        (first,) = await harness.until_started(reply, 1)
+        later = await harness.submit([task_of()], 2)
+        with LoopLag() as lag:
+            aborted = await harness.engine.abort(abort_of(harness, reply))
+        assert lag.worst_seconds < LIMIT_SECONDS
+        assert lag.turns > 10
+        assert (aborted.aborted_tasks, aborted.still_stopping) == (20_000, ())
+        assert {event.state for event in (await harness.done(reply)).values()} == {TaskState.ABORTED}
+        started = [record.event for record in await harness.records_until_done(reply)]
+        assert [event.task_id for event in started if isinstance(event, AttemptStarted)] == [first], "and no other one"
+        agent.gate.set()
+        assert {event.state for event in (await harness.done(later)).values()} == {TaskState.SUCCEEDED}
+
+
+async def test_an_abort_goes_on_without_its_call_and_is_answered_as_one_whoever_asks_again() -> None:
+    agent = GatedAgent()
+    async with running_engine(on_a_gpu(agent), pool=pool_of("node")) as harness:
+        reply = await harness.submit([task_of()] * 20_000, 1)
+        left = asyncio.create_task(harness.engine.abort(abort_of(harness, reply)))
+        await asyncio.sleep(0)
+        later = await harness.submit([task_of()], 1)
+        assert harness.engine.submission(harness.selector(reply)).open_tasks > 10_000, "it is under way"
+        with pytest.raises(AlreadyExistsError, match="under way"):
+            await harness.engine.abort(abort_of(harness, reply, "a", reply.task_ids[0]))
+        left.cancel()
+        again = await harness.engine.abort(abort_of(harness, reply))
+        assert again.aborted_tasks == 20_000
+        assert await harness.engine.abort(abort_of(harness, reply)) == again
+        assert harness.engine.submission(harness.selector(reply)).open_tasks == 1, "what came since"
+        agent.gate.set()
+        await harness.done(later)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 10])
+async def test_what_an_abort_stopped_ends_also_when_the_process_ends_in_between(turns: int) -> None:
+    journal, tasks = SurvivingJournal(), [task_of()] * 20_000
+    async with running_engine(on_a_gpu(GatedAgent()), pool=pool_of("node"), journal=journal) as harness:
+        reply = await harness.submit(tasks, 1)
+        call = asyncio.create_task(harness.engine.abort(abort_of(harness, reply)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert harness.engine.submission(harness.selector(reply)).open_tasks > 1_000
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    agent = GatedAgent()
+    async with running_engine(on_a_gpu(agent), pool=pool_of("node"), journal=journal) as harness:
+        # Answered before or not: sent again it has the same effect.
+        aborted = await harness.engine.abort(abort_of(harness, reply))
+        assert aborted.still_stopping == ()
+        assert {event.state for event in (await harness.done(reply)).values()} == {TaskState.ABORTED}
+        assert agent.begun == {}
