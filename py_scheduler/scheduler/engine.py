@@ -41,7 +41,7 @@ from py_scheduler.execution.generation.gateway import GenerationGateway
 from py_scheduler.execution.runner import start_runners
 from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.collector import Collector
-from py_scheduler.scheduler.intake import Intake, IntakeLimits, request_digest, waiting_attempts
+from py_scheduler.scheduler.intake import Intake, IntakeLimits, Plan, request_digest, waiting_attempts
 from py_scheduler.scheduler.leases.manager import LeaseManager, node_view
 from py_scheduler.scheduler.ledger.commands import AcceptTasks, ResumeTraining
 from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
@@ -62,12 +62,13 @@ from py_scheduler.scheduler.restore import (
     unscored_groups,
 )
 from py_scheduler.scheduler.settings import EngineSettings
+from py_scheduler.scheduler.slices import Backlog
 from py_scheduler.scheduler.stops import Stops
 from py_scheduler.scheduler.supervisor import Supervisor
 from py_scheduler.scheduler.views import Views, engine_view, evaluator_view
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 
     from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
@@ -80,11 +81,14 @@ if TYPE_CHECKING:
     from py_scheduler.execution.runner import Runners
     from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
+    from py_scheduler.scheduler.ledger.records import TaskRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
 
 logger = logging.getLogger(__name__)
 
 _LAST_COMMIT_SECONDS = 2.0
+_ENQUEUED_AT_ONCE = 1_000
+"""So many batches of a submit wait for room when it returns, however busy the machine is."""
 
 
 class Engine:
@@ -140,6 +144,7 @@ class Engine:
         self._limits = IntakeLimits(self.quotas, self._ledger, self._event_log, settings)
         self._stops = Stops(self._recorder, self._event_log, self._supervisor, self._admission, clock)
         self._refusals = Refusals(self._intake, self._recorder, self._admission, self._supervisor.groups, clock)
+        self._enqueueing = Backlog()
         self._views = Views(self._ledger, self._admission.reasons, self._supervisor.backoffs, self._runners)
         self.leases = LeaseManager(pool, self._admission, clock, settings, self.quotas)
         self.results = Collector(self._recorder, self._event_log, clock, settings, self._stops.stop_and_wait)
@@ -198,6 +203,7 @@ class Engine:
         self._admission.stop()
         self.leases.close()
         self._stops.close()
+        self._enqueueing.close()
         self._refusals.close()
         self.stranded_workers = await self._supervisor.close()
         await self._workdirs.close()
@@ -276,8 +282,19 @@ class Engine:
                 for record in records:
                     if record.task.config.task_deadline_seconds is not None:
                         self._stops.arm_deadline(record)
-                for spec, attempts in waiting_attempts(plan, records, self._clock.monotonic()):
-                    self._admission.enqueue(spec, attempts)
+                _ = self._enqueueing.add(self._enqueue(plan, records))
+
+    def _enqueue(self, plan: Plan, records: Sequence[TaskRecord]) -> Generator[None, None, None]:
+        """Lets the tasks of a submit wait for room; in slices, since there may be many. What ends before it came to
+        wait never does.
+        """
+        is_waiting = self._ledger.is_waiting
+        batches = waiting_attempts(plan, records, self._clock.monotonic())
+        for number, (spec, attempts) in enumerate(batches):
+            if live := [attempt for attempt in attempts if is_waiting(attempt.ref)]:
+                self._admission.enqueue(spec, live)
+            if number >= _ENQUEUED_AT_ONCE:
+                yield
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         self._refusals.requeue(spec, attempts)

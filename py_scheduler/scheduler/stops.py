@@ -211,7 +211,8 @@ class Stops:
                 self._recorder.record(EndStopped(task_id, command.unix_seconds), submission.key.namespace)
             restarts = command.restarts_runners
             self._supervisor.stop(task_id, command.cause, command.reason, restarts_runners=restarts)
-            yield
+            if len(named) > _AT_ONCE:
+                yield
         return len(asked)
 
     def _stop_many(

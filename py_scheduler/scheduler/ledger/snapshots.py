@@ -152,7 +152,7 @@ def snapshot_of(submission: SubmissionRecord, ledger: LedgerState) -> Snapshot:
 
 def _task_image(task: TaskRecord) -> _TaskImage:
     return _TaskImage(
-        submission_and_number(task.task_id)[1],
+        int(task.task_id.rpartition("-")[2]),
         task.task,
         task.accepted_unix_seconds,
         task.subtasks,
