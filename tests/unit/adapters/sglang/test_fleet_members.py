@@ -140,8 +140,11 @@ async def test_a_removed_server_gets_nothing_new_finishes_what_it_runs_and_is_cl
 
 async def test_a_removed_server_that_runs_nothing_is_gone_at_once() -> None:
     async with servers(2) as (first, second), fleet_on(first, second) as (fleet, _):
+        for n in range(4):
+            await fleet.generate(request(f"r{n}", session_id=f"s{n}"))
         fleet.set_endpoints(named(second))
         assert [view.url for view in fleet.endpoint_views()] == [second.base_url]
+        assert set(fleet._choice._homes.values()) == set(fleet._endpoints), "sessions that were there hold it no more"
         fleet.set_endpoints(Endpoints(urls=()))
         assert fleet.endpoint_views() == []
         assert not fleet.is_up
