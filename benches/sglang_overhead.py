@@ -1,4 +1,4 @@
-"""What the SGLang client costs per request, beside a bare aiohttp loop that asks for the same in one plain answer.
+"""What the SGLang client costs per request, beside a bare aiohttp loop that sends the same bodies in the same run.
 
     python benches/sglang_overhead.py --base-url http://127.0.0.1:30000 [--base-url ...] [--json out.json]
 
@@ -93,7 +93,8 @@ async def timed(
 
 
 async def measure(base_urls: list[str], count: int, concurrency: int, new_tokens: int, rounds: int) -> Report:
-    settings = SglangSettings()
+    # Both get one answer at the end: what a stream costs, generation.py tells.
+    settings = SglangSettings(streaming="plain")
     fleet = SglangFleet(base_urls, settings=settings)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=settings.keepalive_seconds)
     bare: list[Run] = []
