@@ -88,7 +88,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_COMMIT_SECONDS = 2.0
 _ENQUEUED_AT_ONCE = 1_000
-"""So many batches of a submit wait for room when it returns, however busy the machine is."""
+"""A submit of so many tasks lets all of them wait for room before it returns, however busy the machine is."""
 
 
 class Engine:
@@ -282,19 +282,21 @@ class Engine:
                 for record in records:
                     if record.task.config.task_deadline_seconds is not None:
                         self._stops.arm_deadline(record)
-                _ = self._enqueueing.add(self._enqueue(plan, records))
+                if len(records) <= _ENQUEUED_AT_ONCE:
+                    for _ in self._enqueue(plan, records):
+                        pass
+                else:
+                    _ = self._enqueueing.add(self._enqueue(plan, records))
 
     def _enqueue(self, plan: Plan, records: Sequence[TaskRecord]) -> Generator[None, None, None]:
         """Lets the tasks of a submit wait for room; in slices, since there may be many. What ends before it came to
         wait never does.
         """
         is_waiting = self._ledger.is_waiting
-        batches = waiting_attempts(plan, records, self._clock.monotonic())
-        for number, (spec, attempts) in enumerate(batches):
+        for spec, attempts in waiting_attempts(plan, records, self._clock.monotonic()):
             if live := [attempt for attempt in attempts if is_waiting(attempt.ref)]:
                 self._admission.enqueue(spec, live)
-            if number >= _ENQUEUED_AT_ONCE:
-                yield
+            yield
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         self._refusals.requeue(spec, attempts)
