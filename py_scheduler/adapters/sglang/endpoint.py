@@ -171,8 +171,11 @@ class Endpoint:
     async def _look(self) -> None:
         before, own = self.state, self.in_flight
         try:
-            info = None if self.is_up else await self._ask_model_info()
+            if not self.is_up:
+                await self.backend.start()
             requests = await self.backend.ask_requests()
+            # Last, so that nothing can be missed between catching up and being admitted.
+            info = None if self.is_up else await self._ask_model_info()
         except GenerationError as error:
             if self.state is before:
                 self._was_not_seen(error)
@@ -187,7 +190,6 @@ class Endpoint:
             self._look_after(self._wait_seconds())
 
     async def _ask_model_info(self) -> ModelInfo:
-        await self.backend.start()
         if self.state is EndpointState.WARMING_UP:
             info = await self.backend.model_info()
         else:

@@ -125,7 +125,16 @@ class FleetControl:
         return versions.pop() if len(versions) == 1 else ""
 
     async def _catch_up(self, endpoint: Endpoint, info: ModelInfo) -> ModelInfo:
-        """Gives one that is about to come up what it missed. Raises GenerationError when that fails."""
+        """Gives one that is about to come up what it missed, also what it misses meanwhile. Raises GenerationError when
+        that fails.
+        """
+        while True:
+            update = self._update
+            info = await self._catch_up_once(endpoint, info)
+            if update is self._update and not self._misses_pause(endpoint) and not self._misses_resume(endpoint):
+                return info
+
+    async def _catch_up_once(self, endpoint: Endpoint, info: ModelInfo) -> ModelInfo:
         backend, update = endpoint.backend, self._update
         info = await self._of_all_workers(endpoint, info)
         if update is not None and self._misses_weights(endpoint, info.weight_version):

@@ -281,6 +281,31 @@ async def test_a_server_that_is_named_in_a_pause_is_paused_before_it_is_up_and_g
         assert len((await fleet.generate(request())).token_ids) == 8
 
 
+async def test_a_pause_that_begins_while_a_new_server_is_met_holds_there_at_once() -> None:
+    """A trainer names its servers and pauses: it need not wait until they are probed again."""
+    async with Controlled() as server, fleet_on() as (fleet, _):
+        server.load_gate = asyncio.Event()
+        fleet.set_endpoints(named(server))
+        await server.until(lambda: server.load_questions == 1)
+        await fleet.pause(PauseMode.RETRACT)
+        server.load_gate.set()
+        await fleet.name_weights("1")
+        assert (up(fleet), server.is_paused, server.weight_version) == ([True], True, "1")
+        await fleet.resume()
+
+
+async def test_what_comes_while_a_server_is_caught_up_is_not_missed() -> None:
+    async with Controlled() as server, fleet_on() as (fleet, _):
+        await fleet.pause(PauseMode.RETRACT)
+        server.control_gate = asyncio.Event()
+        fleet.set_endpoints(named(server))
+        await server.until(lambda: server.calls == [PAUSE])
+        await fleet.resume()
+        server.control_gate.set()
+        await eventually(lambda: up(fleet) == [True])
+        assert (server.calls, server.is_paused) == ([PAUSE, CONTINUE], False)
+
+
 async def test_a_pause_before_there_is_a_server_holds_for_those_that_come() -> None:
     async with Controlled() as server, fleet_on() as (fleet, _):
         await fleet.pause(PauseMode.RETRACT)
