@@ -317,8 +317,8 @@ class Engine:
         return self._ledger.weights_of((STUDENT,)).epoch
 
     def nodes_have_changed(self) -> None:
-        """To be told after nodes of the pool were added, resumed or removed: what waits may fit now, and what is held
-        is another share of all room.
+        """To be told after nodes of the pool were added, drained, resumed or removed: what waits may fit now, and what
+        is held is another share of all room.
 
         Without `has_fixed_nodes` what fits no more waits, since nodes may come back. With it a batch wants no more than
         the nodes that are left could hold; what waits and of which they could not hold one sample ends FAILED.

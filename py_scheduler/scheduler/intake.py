@@ -65,9 +65,14 @@ class Intake:
         self._fallback = specs[0]
         self._pool = pool
         self._layout: int | None = None
-        """The pool's layout that `_most_subtasks` is of."""
+        """The pool's layout that the following is of."""
+        self._may_be_resumed = False
+        """Whether a node drains."""
         self._most_subtasks: dict[str, int] = {}
         """By evaluator, what a batch may have at most, where that is less than its budget would let run at once."""
+        self._never: dict[str, str] = {}
+        """By evaluator, why no sample of it can run on that layout; empty when one can. What was not asked is left out.
+        """
         self._batching_strategy = batching_strategy
         self._warned: set[str] = set()
         self._group_scoring = {spec.evaluator_id for spec in specs if spec.handler.scores_groups}
@@ -94,15 +99,24 @@ class Intake:
         """With a budget for 8 samples at once and room for 8, no batch is too big: of 100 samples, 8 run at a time.
         With room for 6, a batch of 7 would wait for ever.
         """
-        if self._pool is not None and self._pool.layout_version != self._layout:
-            self._measure(self._pool)
+        if self._pool is not None:
+            self._follow(self._pool)
         if self._most_subtasks:
             for spec, subtasks in _biggest_batches(batches):
                 if subtasks > self._most_subtasks.get(spec.evaluator_id, subtasks):
                     _check_fits(self._pool, spec, subtasks)
 
-    def _measure(self, pool: PlacementPool) -> None:
+    def nodes_have_changed(self) -> None:
+        """A node that drained may have been removed, which leaves the layout as it is."""
+        self._layout = None
+
+    def _follow(self, pool: PlacementPool) -> None:
+        """Measures the pool's layout, unless it is the one that was measured last."""
+        if pool.layout_version == self._layout:
+            return
         self._layout = pool.layout_version
+        self._may_be_resumed = any(node.phase == "draining" for node in pool.nodes())
+        self._never.clear()
         self._most_subtasks.clear()
         for spec in self._specs.values():
             most = pool.max_tokens_for(spec.sample_resource)
@@ -131,11 +145,19 @@ class Intake:
         """Why no sample of this evaluator can ever run, with the way out; empty when one can, and where nodes come and
         go.
         """
-        if self._pool is None or self._pool.max_tokens_for(spec.sample_resource):
+        pool = self._pool
+        if pool is None:
             return ""
-        if any(node.phase == "draining" for node in self._pool.nodes()):
-            return ""  # It may be resumed.
-        short = short_words(self._pool.explain(spec.sample_resource, 1))
+        self._follow(pool)
+        reason = self._never.get(spec.evaluator_id)
+        if reason is None:
+            reason = self._never[spec.evaluator_id] = self._look_why_never(pool, spec)
+        return reason
+
+    def _look_why_never(self, pool: PlacementPool, spec: EvaluatorSpec) -> str:
+        if self._may_be_resumed or pool.max_tokens_for(spec.sample_resource):
+            return ""
+        short = short_words(pool.explain(spec.sample_resource, 1))
         why = f"short of {short}" if short else "none is left"
         return (
             f"no node that is left can hold a sample of evaluator {spec.evaluator_id!r} ({why}): add a node "

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from py_scheduler.domain.events import AttemptRef
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.scheduler.ledger.commands import RefuseAttempt
+from py_scheduler.scheduler.slices import in_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.ports import Clock
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TURN_SECONDS = 0.005
 # By name: Python 3.11 looks a member up through the metaclass, five times slower.
 _QUEUED: Final = AttemptState.QUEUED
 
@@ -54,34 +53,27 @@ class Refusals:
         self._clock = clock
         self._warned: set[str] = set()
         """Evaluators that no node can hold, as the log says already."""
-        self._found: deque[Iterator[tuple[TaskRecord, int]]] = deque()
-        """SubTasks that may have something to refuse. What has nothing is passed over."""
-        self._next_slice: asyncio.Handle | None = None
+        self._work: deque[Generator[None, None, None]] = deque()
+        """Each looks at what may have to be refused. What has not is passed over."""
+        self._at_work: asyncio.Task[None] | None = None
 
     def nodes_have_changed(self) -> None:
         """Ends what waits for an evaluator of which the nodes that are left could not hold one sample."""
-        lost = {spec.evaluator_id: reason for spec in self._intake.specs.values() if (reason := self._reason(spec))}
-        for evaluator_id in lost.keys() - self._warned:
-            logger.warning("%s", lost[evaluator_id])
-        self._warned = set(lost)
-        if lost:
-            self._found.clear()  # The tasks that were still to be looked at are among all of them.
-            self._add(self._open_tasks())
+        self._intake.nodes_have_changed()
+        self._work.clear()  # What was still to be looked at is among all that is open.
+        self._add(self._refuse_all())
 
     def requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         """Lets attempts wait again, and ends them if there is nothing to wait for."""
         self._admission.requeue(spec, attempts)
-        if self._reason(spec):
-            self._add(self._tasks_of(attempts))
+        if self._intake.why_never(spec):
+            self._add(self._refuse_waiting(self._tasks_of(attempts)))
 
     def close(self) -> None:
         """Ends nothing any more."""
-        self._found.clear()
-        if self._next_slice is not None:
-            self._next_slice.cancel()
-
-    def _reason(self, spec: EvaluatorSpec) -> str:
-        return self._intake.why_never(spec)
+        self._work.clear()
+        if self._at_work is not None:
+            self._at_work.cancel()
 
     def _open_tasks(self) -> Iterator[TaskRecord]:
         for submission in self._ledger.open_submissions():
@@ -92,34 +84,45 @@ class Refusals:
             if record := self._ledger.task(task_id):
                 yield record
 
-    def _add(self, records: Iterable[TaskRecord]) -> None:
-        self._found.append(_subtasks_of(records))
-        if self._next_slice is None:
-            self._next_slice = asyncio.get_running_loop().call_soon(self._refuse_some)
+    def _add(self, work: Generator[None, None, None]) -> None:
+        self._work.append(work)
+        if self._at_work is None:
+            self._at_work = asyncio.get_running_loop().create_task(in_slices(self._work_off()), name="refusals")
 
-    def _refuse_some(self) -> None:
-        """One slice; the next follows behind whatever else the loop has to do."""
-        turn_ends = time.monotonic() + _TURN_SECONDS
-        reasons = {spec.evaluator_id: self._reason(spec) for spec in self._intake.specs.values()}
-        while self._found:
-            for record, subtask_no in self._found[0]:
-                if record.subtasks[subtask_no].state is _QUEUED:
-                    spec = self._intake.spec_of(record.task)
-                    if reason := reasons[spec.evaluator_id]:
-                        self._refuse(spec, record, subtask_no, reason)
-                if time.monotonic() >= turn_ends:
-                    self._next_slice = asyncio.get_running_loop().call_soon(self._refuse_some)
-                    return
-            self._found.popleft()
-        self._next_slice = None
+    def _work_off(self) -> Generator[None, None, None]:
+        while self._work:
+            work = self._work[0]
+            for _ in work:
+                yield
+                if not self._work or self._work[0] is not work:
+                    break  # Nodes changed again, and all is looked at anew.
+            else:
+                self._work.popleft()
+        self._at_work = None
         self._admission.attempts_were_ended(())
+
+    def _refuse_all(self) -> Generator[None, None, None]:
+        lost: dict[str, str] = {}
+        for spec in self._intake.specs.values():
+            if reason := self._intake.why_never(spec):
+                lost[spec.evaluator_id] = reason
+            yield
+        for evaluator_id in lost.keys() - self._warned:
+            logger.warning("%s", lost[evaluator_id])
+        self._warned = set(lost)
+        if lost:
+            yield from self._refuse_waiting(self._open_tasks())
+
+    def _refuse_waiting(self, records: Iterable[TaskRecord]) -> Generator[None, None, None]:
+        for record in records:
+            spec = self._intake.spec_of(record.task)
+            for subtask_no, subtask in enumerate(record.subtasks):
+                if subtask.state is _QUEUED and (reason := self._intake.why_never(spec)):
+                    self._refuse(spec, record, subtask_no, reason)
+                yield
 
     def _refuse(self, spec: EvaluatorSpec, record: TaskRecord, subtask_no: int, reason: str) -> None:
         ref = AttemptRef(record.task_id, subtask_no, record.subtasks[subtask_no].attempt_no)
         self._recorder.record(RefuseAttempt(ref, reason, self._clock.unix_time()), record.submission.key.namespace)
         if record.awaits_group_score and self._ledger.task(record.task_id) is not None:
             self._groups.score(record, spec)
-
-
-def _subtasks_of(records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecord, int]]:
-    return ((record, subtask_no) for record in records for subtask_no in range(len(record.subtasks)))

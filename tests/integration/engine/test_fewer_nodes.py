@@ -354,3 +354,21 @@ async def test_a_node_that_only_drains_may_be_resumed_so_what_wants_it_waits() -
         harness.engine.nodes_have_changed()
         agent.gate.set()
         assert {event.state for event in (await harness.done(reply)).values()} == {TaskState.SUCCEEDED}
+
+
+async def test_what_waited_for_a_node_that_drained_ends_when_that_is_removed_instead() -> None:
+    agent = GatedAgent()
+    pool, gpus, cores = with_cores(agent, batch_size=1)
+    async with running_engine(gpus, cores, pool=pool) as harness:
+        running = await harness.submit([task_of(task_type="gpus")] * 2, 1)
+        await harness.until_started(running, 2)
+        waiting = await harness.submit([task_of(task_type="gpus")], 2)
+        pool.drain_node("gpus")
+        harness.engine.nodes_have_changed()
+        await settle()
+        assert harness.engine.submission(harness.selector(waiting)).open_tasks == 1
+        lose(harness, pool, "gpus")
+        for event in (await harness.done(waiting)).values():
+            is_refused(event, "gpus")
+        agent.gate.set()
+        await harness.done(running)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 GPU = Resource(gpu=1.0)
 
 
-def on_a_gpu(agent: BaseAgent) -> EvaluatorSpec:
-    return spec_of(agent, resource=GPU, run_resource=GPU, eval_resource=GPU, batch_size=1)
+def on_a_gpu(agent: BaseAgent, evaluator_id: str = "agent") -> EvaluatorSpec:
+    return spec_of(agent, evaluator_id, resource=GPU, run_resource=GPU, eval_resource=GPU, batch_size=1)
 
 
 def pool_of(*nodes: str) -> PlacementPool:
@@ -84,6 +84,25 @@ async def test_what_no_node_is_left_for_ends_while_the_loop_goes_on(caplog: pyte
     (reason,) = {event.reason for event in done if event.reason}
     assert "(none is left)" in reason
     assert [record.message for record in caplog.records if "no node that is left" in record.message] == [reason]
+
+
+async def test_the_refusals_of_many_evaluators_on_many_nodes_take_few_turns() -> None:
+    agent, pool = GatedAgent(), pool_of("gone")
+    for number in range(2_000):
+        pool.add_node(NodeResource(node_ip=f"cpu{number}", gpus=[], cpu=64, memory_gb=64))
+    specs = [on_a_gpu(agent, f"gpu{number}") for number in range(6)]
+    async with running_engine(*specs, pool=pool) as harness:
+        tasks = [task_of(task_type=f"gpu{number % 6}") for number in range(2_000)]
+        reply = await harness.submit(tasks, 1)
+        await harness.until_started(reply, 1)
+        pool.remove_node("gone")
+        with LoopLag() as lag:
+            harness.engine.nodes_have_changed()
+            await all_done(harness, reply.submission_id, but=1)
+        assert lag.worst_seconds < LIMIT_SECONDS
+        assert lag.turns < 200, "several are ended in each"
+        agent.gate.set()
+        await harness.done(reply)
 
 
 async def test_a_node_that_comes_back_ends_the_refusals_and_what_is_left_runs() -> None:
