@@ -48,6 +48,8 @@ class Meta(msgspec.Struct, frozen=True):
     """Of the whole output so far, whatever this event has of it."""
     weight_version: Version | None = None
     weight_versions: list[SaidSpan] | None = None
+    completion_tokens: int | None = None
+    """Generated so far, with and without a log-prob."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
 
@@ -65,12 +67,21 @@ class Event(msgspec.Struct, frozen=True):
     meta_info: Meta | None = None
     error: Refused | None = None
 
-    @property
-    def finish(self) -> Finish:
-        return (self.meta_info and self.meta_info.finish_reason) or UNSAID
+
+class HeadMeta(msgspec.Struct, frozen=True):
+    output_token_logprobs_length: int
+    finish_reason: Finish | None = None
+    weight_version: Version | None = None
+
+
+class Head(msgspec.Struct, frozen=True):
+    """Of an event that has tokens, all but the tokens: a fifth of the time that reading the event takes."""
+
+    meta_info: HeadMeta
 
 
 _EVENT = msgspec.json.Decoder(Event)
+_HEAD = msgspec.json.Decoder(Head)
 
 
 def decode_event(payload: bytes) -> Event:
@@ -83,3 +94,15 @@ def decode_event(payload: bytes) -> Event:
     if event.meta_info is None and event.error is None:
         raise EngineUnavailableError(f"SGLang sent an event that says nothing: {payload[:200]!r}")
     return event
+
+
+def head_of_repeating(payload: bytes) -> HeadMeta | None:
+    """Of an event that repeats the output so far, where the stream does. None for one that may not: an abort, an error,
+    what cannot be read.
+    """
+    try:
+        meta = _HEAD.decode(payload).meta_info
+    except UNREADABLE:
+        return None
+    is_abort = meta.finish_reason is not None and meta.finish_reason.type is FinishReason.ABORT
+    return None if is_abort else meta

@@ -6,8 +6,11 @@ Invariants
   order. A generation of which the server says otherwise is an error, with the tokens before the fault as `partial`.
 - How the output comes is read off the events, not off what the server was asked or once said: it may have come back
   with other flags, and the workers of a router may differ. Each event tells how many log-probs there are so far. So it
-  is known to be the whole, the next increment, or neither, which is a fault: no token is lost or had twice.
+  is known to be the whole, the next increment, or neither, which is a fault: no token is lost or had twice. One that
+  does not tell can only be the first, and the last one tells how many tokens there are.
 - Of a stream that repeats its output the first two events are read, which tell that it does, and then the newest alone.
+  Of the others no more is read than the weights and the count. An event that may not repeat the output, such as an
+  error, replaces none.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.adapters.sglang.events import UNSAID, Meta, decode_event
+from py_scheduler.adapters.sglang.events import UNSAID, Meta, decode_event, head_of_repeating
 from py_scheduler.adapters.sglang.streaming import Streaming
 from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
 from py_scheduler.errors import EngineUnavailableError
@@ -50,20 +53,34 @@ class Output:
         self._log_probs = array("d")
         self._texts: list[str] = []
         self._spans: list[_Span] = []
-        """The weights that the server named with the event that first had the token."""
+        """The weights that the server named with the event that first had the token. They may reach further than the
+        tokens that were read.
+        """
         self._last = _NO_META
         self._unread: bytes | None = None
+        self._newest_length = 0
+        """Tokens of the newest event, read or not."""
         self._prompt_tokens = self._cached_tokens = 0
 
     @property
     def finish(self) -> Finish:
         return self._last.finish_reason or UNSAID
 
+    @property
+    def _is_aborted(self) -> bool:
+        """By the last event. One that says nothing is on the way."""
+        said = self._last.finish_reason
+        return said is not None and said.type is FinishReason.ABORT
+
     def add(self, payload: bytes) -> None:
         """Takes the next event. Raises EngineUnavailableError for one that cannot be read or does not fit."""
-        if self.streaming is Streaming.CUMULATIVE:
+        head = head_of_repeating(payload) if self.streaming is Streaming.CUMULATIVE else None
+        if head is not None and head.output_token_logprobs_length >= self._newest_length:
+            self._newest_length = head.output_token_logprobs_length
+            self._cover(head.weight_version, head.output_token_logprobs_length)
             self._unread = payload
         else:
+            self.settle()
             self._read(payload)
 
     def settle(self) -> bool:
@@ -74,7 +91,12 @@ class Output:
         return self._last is not _NO_META or self.refused is not None
 
     def whole(self) -> Generation:
-        """After the last event. Raises EngineUnavailableError when nobody can tell which weights generated what."""
+        """After the last event. Raises EngineUnavailableError when tokens are missing, or nobody can tell which weights
+        generated what.
+        """
+        count, wanted = len(self._token_ids), self._last.completion_tokens
+        if wanted is not None and wanted != count and not self._is_aborted:
+            raise EngineUnavailableError(f"SGLang gave {count} tokens of {wanted} that it generated", self._cut())
         return self._generation(self.finish.type)
 
     def partial(self) -> Generation:
@@ -101,12 +123,17 @@ class Output:
         self._last = meta = event.meta_info or Meta()
         self._prompt_tokens = meta.prompt_tokens or self._prompt_tokens
         self._cached_tokens = meta.cached_tokens or self._cached_tokens
-        scored = meta.output_token_logprobs or []
-        total = len(scored) if meta.output_token_logprobs_length is None else meta.output_token_logprobs_length
+        scored, total = meta.output_token_logprobs or [], meta.output_token_logprobs_length
+        if total is None:
+            if self._token_ids and (scored or not self._is_aborted):
+                message = f"SGLang gave {len(scored)} tokens after {len(self._token_ids)}, and not how many they make"
+                raise EngineUnavailableError(message, self._cut())
+            total = len(scored)
         if len(scored) >= total:
             self._take_whole(event, scored, total)
         elif len(self._token_ids) + len(scored) == total:
-            self.streaming = Streaming.INCREMENTS
+            if scored:  # An abort may come without tokens, however they came.
+                self.streaming = Streaming.INCREMENTS
             self._grow(self._scored_ids(event, scored, len(self._token_ids)), scored, event.text or "")
         else:
             message = f"SGLang gave {len(scored)} tokens after {len(self._token_ids)}, which it says make {total}"
@@ -114,14 +141,14 @@ class Output:
 
     def _take_whole(self, event: Event, scored: list[Scored], total: int) -> None:
         known, text = len(self._token_ids), event.text or ""
-        is_aborted = self.finish.type is FinishReason.ABORT
         if len(scored) < known:
-            if is_aborted:
+            if self._is_aborted:
                 return
             raise EngineUnavailableError(f"SGLang gave {len(scored)} tokens, and {known} before", self._cut())
-        if self.streaming is Streaming.INCREMENTS:
+        if self._is_aborted or self.streaming is Streaming.INCREMENTS:
             # An increment is never the whole. But who is aborted while he waits to go on, after SGLang had taken back
-            # his memory, is told everything once more, behind an increment that was not sent yet.
+            # his memory, is told everything once more, behind an increment that was not sent yet. So an abort does not
+            # tell how the tokens come.
             twice = len(scored) - total
             scored = scored[twice:]
             text = text[(len(text) - len("".join(self._texts))) // 2 if twice else 0 :]
@@ -139,10 +166,10 @@ class Output:
         token_ids, theirs = event.output_ids or [], [each.token_id for each in scored]
         if token_ids == theirs:
             return theirs
-        if self.finish.type is FinishReason.ABORT:
+        if self._is_aborted:
             if token_ids[: len(theirs)] == theirs:
                 return theirs  # It may end with a token of no meaning and without log-prob.
-            if before == 0 and self.streaming is Streaming.INCREMENTS and token_ids[-1:] == theirs[-1:]:
+            if before == 0 and self.streaming is not Streaming.CUMULATIVE and token_ids[-1:] == theirs[-1:]:
                 return theirs  # Told everything once more, but for the ids.
         count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, theirs, strict=False)))
         if before + count > len(self._token_ids):
@@ -156,7 +183,12 @@ class Output:
         self._token_ids.fromlist(token_ids)
         self._log_probs.fromlist([each.log_prob for each in scored])
         self._texts.append(text)
-        version, spans, end = self._last.weight_version or "default", self._spans, len(self._token_ids)
+        self._newest_length = len(self._token_ids)
+        self._cover(self._last.weight_version, self._newest_length)
+
+    def _cover(self, said: str | None, end: int) -> None:
+        """`said`: the weights of the tokens up to `end` that have none yet."""
+        version, spans = said or "default", self._spans
         if spans and (end <= spans[-1].end or spans[-1].version == version):
             spans[-1].end = max(end, spans[-1].end)
         elif end:

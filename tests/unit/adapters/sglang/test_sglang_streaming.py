@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,48 +14,15 @@ from msgspec.structs import replace
 from py_scheduler.adapters.http_client import RetrySettings
 from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.adapters.sglang.fleet import SglangFleet
-from py_scheduler.adapters.sglang.output import Output
 from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.adapters.sglang.streaming import Silence, Streaming, stream_interval
 from py_scheduler.domain.generation import FinishReason, Generation, WeightSpan
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError, EngineUnavailableError
 from tests.support.models.scripted_sglang import Script, ScriptedSglang, ids
 from tests.support.models.sglang_backends import QUICK, engine_on, request
+from tests.support.models.sglang_events import assert_first, event
 
-CHARACTERS = "aé€🙂"
-"""One for each length in bytes."""
 ONCE = RetrySettings(attempts=1, base_seconds=0.001, max_seconds=0.001)
-
-
-def event(start: int, end: int, *, version: str = "default", told: int | None = None, **meta: Any) -> bytes:
-    """Tokens [start, end) of ids from 100 on, as an event says that there are `told` in all, or `end`."""
-    said = {
-        "finish_reason": None,
-        "weight_version": version,
-        "output_token_logprobs": [[-i / 100, 100 + i, None] for i in range(start, end)],
-        "output_token_logprobs_length": end if told is None else told,
-        "prompt_tokens": 3,
-    }
-    text = "".join(CHARACTERS[i % 4] for i in range(start, end))
-    answer = {"text": text, "output_ids": [100 + i for i in range(start, end)], "meta_info": said | meta}
-    return msgspec.json.encode(answer)
-
-
-def read(*events: bytes) -> Output:
-    output = Output()
-    for each in events:
-        output.add(each)
-    output.settle()
-    return output
-
-
-def assert_first(generation: Generation, count: int) -> None:
-    """The first `count` tokens, each once and with its own log-prob, text and weights."""
-    assert generation.token_ids == [100 + i for i in range(count)]
-    assert generation.log_probs == [-i / 100 for i in range(count)]
-    assert generation.text == "".join(CHARACTERS[i % 4] for i in range(count))
-    covered = [place for span in generation.weight_spans for place in range(span.start, span.end)]
-    assert covered == list(range(count))
 
 
 # -- cut anywhere
@@ -118,50 +84,6 @@ def test_wherever_a_stream_is_cut_no_token_is_lost_had_twice_or_without_its_log_
 
 
 # -- what an event can be
-
-
-def test_each_increment_has_the_weights_that_the_server_named_with_it() -> None:
-    output = read(event(0, 2, version="1"), event(2, 3, version="1"), event(3, 5, version="2"))
-    assert output.streaming is Streaming.INCREMENTS
-    assert output.partial().weight_spans == (WeightSpan("1", 0, 3), WeightSpan("2", 3, 5))
-
-
-def test_the_spans_of_the_last_event_are_of_the_whole_output() -> None:
-    spans = [{"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 3, "end": 5}]
-    output = read(event(0, 2), event(2, 5, finish_reason={"type": "length"}, weight_versions=spans))
-    assert output.whole().weight_spans == (WeightSpan("1", 0, 3), WeightSpan("2", 3, 5))
-
-
-def test_of_events_that_repeat_the_output_the_first_two_and_the_newest_are_read() -> None:
-    output = read(event(0, 1), event(0, 4), b"never read", event(0, 9))
-    assert output.streaming is Streaming.CUMULATIVE
-    assert_first(output.partial(), 9)
-
-
-@pytest.mark.parametrize("behind", [0, 2], ids=["alone", "behind an increment"])
-def test_who_is_aborted_while_it_waits_to_go_on_is_told_everything_again_but_its_ids(behind: int) -> None:
-    """As SGLang does after it took back the memory of a generation, in a pause of mode retract for one."""
-    known, end = 4, 4 + behind
-    last = msgspec.json.decode(event(0, end, finish_reason={"type": "abort", "message": "Abort in waiting queue"}))
-    unsent = msgspec.json.decode(event(known, end))
-    last["output_ids"] = [*unsent["output_ids"], 100 + end - 1]
-    last["text"] = unsent["text"] + last["text"]
-    meta = last["meta_info"]
-    meta["output_token_logprobs"] = unsent["meta_info"]["output_token_logprobs"] + meta["output_token_logprobs"]
-    output = read(event(0, 1), event(1, known), msgspec.json.encode(last))
-    assert output.whole().finish_reason is FinishReason.ABORT
-    assert_first(output.whole(), end)
-
-
-def test_an_abort_may_come_without_tokens_or_with_one_that_has_no_log_prob() -> None:
-    aborted = {"type": "abort", "message": "Aborted"}
-    for increments in (True, False):
-        known = [event(0, 1), event(1 if increments else 0, 3)]
-        assert_first(read(*known, event(3, 3, told=3, finish_reason=aborted)).whole(), 3)
-        last = msgspec.json.decode(event(3 if increments else 0, 5, told=5, finish_reason=aborted))
-        last["output_ids"].append(0)
-        assert_first(read(*known, msgspec.json.encode(last)).whole(), 5)
-
 
 FAULTS = {
     "a gap": event(4, 6),
