@@ -34,8 +34,8 @@ _SHOWN = 64
 _NONE: FrozenDict[str, Any] = FrozenDict()
 
 
-class Resource(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
-    """A demand of one sample, or the budget of one batch."""
+class Resource(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True, cache_hash=True):
+    """A demand of one sample, or the budget of one batch. Its hash is made once: the ready queue asks for it often."""
 
     gpu: float = 0.0
     """GPUs; below 1 a share of one GPU, from 1 on a whole number of entirely free GPUs of one node."""

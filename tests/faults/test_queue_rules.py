@@ -95,9 +95,9 @@ def specs() -> dict[str, EvaluatorSpec]:
     }
 
 
-def one_entry_a_turn() -> AbstractContextManager[object]:
-    """So that no busy machine changes what a turn admits."""
-    return patch.object(admission_module, "_TURN_SECONDS", 0.0)
+def one_look_a_turn() -> AbstractContextManager[object]:
+    """So that no busy machine changes what a turn admits, and anything may happen between two looks at the line."""
+    return patch.multiple(admission_module, _TURN_SECONDS=0.0, _LOOKS=1)
 
 
 class Running:
@@ -134,8 +134,8 @@ class QueueAndRules(RuleBasedStateMachine):
         turns: int,
         load: list[tuple[str, int, str, bool, int]],
     ) -> None:
-        """turns: how many pass between two events at most, each of which tries one entry. load: what is there at once,
-        so that much waits from the start.
+        """turns: how many pass between two events at most, each of which looks at one entry. load: what is there at
+        once, so that much waits from the start.
         """
         self.turns = turns
         self.now = 0.0
@@ -221,7 +221,7 @@ class QueueAndRules(RuleBasedStateMachine):
             self.leases.pop(name, None)
 
         demand = PlacementDemand(per_sample=one, max_tokens=count)
-        with one_entry_a_turn():
+        with one_look_a_turn():
             entry = self.admission.enqueue_lease(namespace, (float(step), 0), demand, count, grant)
         if not entry.is_gone:
             self.leases[name] = entry
@@ -318,7 +318,7 @@ class QueueAndRules(RuleBasedStateMachine):
     # The rules
 
     def sweep(self) -> None:
-        with one_entry_a_turn():
+        with one_look_a_turn():
             if any(not self.admission._admit_for_one_turn() for _ in range(self.turns)):
                 self.check_that_nobody_waits_for_others()
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     Launch = Callable[[EvaluatorSpec, list[PlannedAttempt], Sequence[PlacementToken | None], float], None]
 
 _TURN_SECONDS = 0.002
+_LOOKS = 64
+"""Heads that may be looked at before a turn is seen to be over: some microseconds each."""
 
 
 class Admission:
@@ -120,6 +122,7 @@ class Admission:
                 for spec, attempt in attempts
             ]
         )
+        self._queue.begin_anew()
         self._wake.set()
 
     def permit_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
@@ -197,10 +200,11 @@ class Admission:
                 self._queue.push(held.spec, held.attempts, now)
         queue, room = self._queue, self.room
         while not self.is_stopped and (room.permits_out < room.max_permits or queue.pending_leases):
-            entry = queue.offer(now)
+            entry = queue.offer(now, _LOOKS)
             if entry is None:
-                break
-            if entry.looked_at != queue.generation:
+                if not queue.is_half_way:
+                    break
+            elif entry.looked_at != queue.generation:
                 self._look_at(entry, now)
             elif not self._admit(entry, now):
                 queue.refuse(entry)

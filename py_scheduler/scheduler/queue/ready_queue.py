@@ -17,9 +17,13 @@ sample that needs a CPU alone may go as often as it likes, and one that takes on
 
 A head that would not fit if everything came back that still can (`Room.fits_ever`) holds nobody back.
 
-Only the 32 foremost heads that wait are protected so: whoever goes is compared with each of them, which must not hold
-the loop behind a thousand pending leases of as many demands. The 33rd neither counts who passes it nor holds anybody
-back, until one before it has gone.
+Only the 32 foremost heads that wait are protected so, because whoever goes is compared with each of them. The 33rd
+neither counts who passes it nor holds anybody back, until one before it has gone.
+
+**Half way.** A thousand pending leases may be of as many demands, each of them a head that must be looked at. So an
+offer looks at so many heads as it is told to, and the next one goes on behind them. Whatever changes the line makes it
+begin again at the front; then it may look at twice as many, so that what stands at the end has its turn however often
+something changes.
 
 **Blocked.** An entry that was refused blocks its demand: entries of that demand which want as many tokens or more are
 passed over until something is given back, so that a wake is not a scan. After 8 tokens of an evaluator were refused, 9
@@ -49,12 +53,21 @@ if TYPE_CHECKING:
     from py_scheduler.domain.leases import PlacementDemand
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.placement import Lease
-    from py_scheduler.scheduler.queue.entries import DemandKey, ReadyEntry
+    from py_scheduler.scheduler.queue.entries import DemandKey, FlowKey, ReadyEntry
     from py_scheduler.scheduler.queue.rivalry import Rivalry
     from py_scheduler.scheduler.queue.room import Tokens
 
 
 _PROTECTED_HEADS = 32
+_NO_LIMIT = 1 << 30
+
+
+class _Holding(msgspec.Struct):
+    """Which of the heads that were passed hold a flow back."""
+
+    heads: list[ReadyEntry]
+    asked: int = 0
+    """Of how many of the heads that is known."""
 
 
 class ReadyQueue:
@@ -93,6 +106,13 @@ class ReadyQueue:
         """The heads behind that entry."""
         self._next: Iterator[ReadyEntry] | None = None
         """Where the next offer goes on; None: it begins again at the front, because something changed."""
+        self._holding: dict[FlowKey, _Holding] = {}
+        """Of this line, and of the moment `_holding_at`."""
+        self._holding_at = 0.0
+        self.is_half_way = False
+        """Whether the last offer ended before the line did: there may be more to try."""
+        self._begun_anew = 0
+        """How often in a row the line has begun again before its end."""
         self._batches_of: dict[str, dict[int, ReadyBatch]] = {}
         """The batches of each submission, by arrival; they come in their order."""
         self._arrivals = itertools.count()
@@ -175,32 +195,42 @@ class ReadyQueue:
             flows = self.namespaces[namespace] = Flows(namespace, self.policy, self._max_wait_seconds)
             self.shares.begin_to_wait(namespace, entry.queued_at)
         flows.push(entry)
-        self._next = None
+        self.begin_anew()
 
     # Who is next
 
-    def offer(self, now: float) -> ReadyEntry | None:
-        """The next entry to try. None when all that is left is blocked, capped or held back.
+    def offer(self, now: float, looks: int = _NO_LIMIT) -> ReadyEntry | None:
+        """The next entry to try. None when all that is left is blocked, capped or held back, or when it has looked at
+        `looks` heads: then it `is_half_way`, and the next offer goes on.
 
         One whose `looked_at` is not the present generation is to be looked at, and goes nowhere yet.
         now: monotonic seconds.
         """
+        was_half_way, self.is_half_way = self.is_half_way, False
         if not self.namespaces:
+            self._begun_anew = 0
             return None
         line = self._next
         if line is None:
-            self._behind, self._passed = None, []
+            self._begun_anew += was_half_way
+            self._behind, self._passed, self._holding = None, [], {}
             if not self._blocked:  # Then nothing keeps the very first back, but its quota.
                 foremost = self._in_order(now)[0].foremost(now)
                 if foremost.looked_at != self.generation or not self.room.is_capped(foremost):
                     return foremost
             line = self._line_up(now)
-        passed, self._next = self._passed, None
+        self._next = None
+        left = looks << self._begun_anew
         for entry in line:
-            if entry.looked_at != self.generation or self._may_go(entry, passed, now):
+            if entry.looked_at != self.generation or self._may_go(entry, now):
                 self._behind = line
                 return entry
             self._pass(entry)
+            left -= 1
+            if not left:
+                self._next, self.is_half_way = line, True
+                return None
+        self._begun_anew = 0
         return None
 
     def _pass(self, head: ReadyEntry) -> None:
@@ -220,14 +250,28 @@ class ReadyQueue:
             key=lambda flows: (self.shares.level(flows.namespace, now), flows.foremost(now).order),
         )
 
-    def _may_go(self, entry: ReadyEntry, passed: Iterable[ReadyEntry], now: float) -> bool:
+    def _may_go(self, entry: ReadyEntry, now: float) -> bool:
         if self.is_blocked(entry) or self.room.is_capped(entry):
             return False
-        holding = [head for head in passed if self._holds_back(head, entry, now)]
+        holding = self._who_holds_back(entry, now)
         return not holding or not self.rivalry.has_to_take_from(entry, holding)
 
+    def _who_holds_back(self, entry: ReadyEntry, now: float) -> Sequence[ReadyEntry]:
+        """The heads before an entry that let nobody of its flow take what they could use. Asked once of each head."""
+        if now != self._holding_at:
+            self._holding, self._holding_at = {}, now
+        known = self._holding.get(entry.flow)
+        if known is None:
+            known = self._holding[entry.flow] = _Holding([])
+        if known.asked < len(self._passed):
+            known.heads += [head for head in self._passed[known.asked :] if self._holds_back(head, entry, now)]
+            known.asked = len(self._passed)
+        return known.heads
+
     def _holds_back(self, head: ReadyEntry, entry: ReadyEntry, now: float) -> bool:
-        """Whether an entry behind a head may take nothing any more that the head could use."""
+        """Whether an entry behind a head may take nothing any more that the head could use: the same for all entries of
+        its flow.
+        """
         is_due = head.bypassed >= self.max_bypass or self._is_due_before(head, entry, now)
         return is_due and self.room.fits_ever(head)
 
@@ -297,7 +341,7 @@ class ReadyQueue:
             self._blocked.pop(entry.per_sample, None)
 
     def _take_out(self, entry: ReadyEntry, now: float) -> bool:
-        self._next = None
+        self.begin_anew()
         flows = self.namespaces[entry.flow[0]]
         was_last = flows.take_out(entry)
         if not flows.waiting:
@@ -306,6 +350,10 @@ class ReadyQueue:
         return was_last
 
     # Not now
+
+    def begin_anew(self) -> None:
+        """The line, or what its heads may keep to themselves, has changed: the next offer begins at the front."""
+        self._next = None
 
     def refuse(self, entry: ReadyEntry) -> None:
         """Blocks the entry's demand, from so many tokens on, until something comes back. The next offer goes on behind
@@ -318,7 +366,7 @@ class ReadyQueue:
 
     def unblock(self) -> None:
         """Something came back: everything may be tried again."""
-        self._next = None
+        self.begin_anew()
         self._blocked.clear()
         self.rivalry.known_short.clear()
 
@@ -341,5 +389,5 @@ class ReadyQueue:
 
     def look_again(self) -> None:
         """Attempts were ended, or quotas changed: what waits is looked at before it goes or counts."""
-        self._next = None
+        self.begin_anew()
         self.generation += 1

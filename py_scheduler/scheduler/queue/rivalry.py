@@ -70,28 +70,24 @@ class Rivalry:
         return _could_use(pool, head, self.room.last_taken) and self._waits_for(pool, head, kinds, is_settled=True)
 
     def has_to_take_from(self, entry: ReadyEntry, heads: Sequence[ReadyEntry]) -> bool:
-        """Whether an entry, if it was let in now, could only get room that one of these heads could use. One that does
-        not fit at all takes nothing.
+        """Whether an entry fits now and, if it was let in, could only get room that one of these heads could use.
 
         What it gets of the pool without that is reserved for it, and to be taken at once.
         """
         rivals: list[tuple[ReadyEntry, list[str]]] = []
+        pool = self.room.pool
         for head in heads:
             if self._waits_for_quota(head, entry, entry.tokens):
                 if _are_of_one_namespace(entry, head):
-                    return True
+                    return self.room.fits_now(entry)
             elif self._waits_for_permits(head, entry, entry.tokens):
-                return True
-            elif kinds := self._shared_kinds(entry, head):
+                return self.room.fits_now(entry)
+            elif pool is not None and (kinds := self._shared_kinds(entry, head)):
+                if self._is_for_any_node(pool, head) and self._waits_for(pool, head, kinds, is_settled=True):
+                    return self.room.fits_now(entry)
                 rivals.append((head, kinds))
-        pool = self.room.pool
         if pool is None or not rivals or self.room.lacks_permits(entry):
             return False
-        if any(
-            self._is_for_any_node(pool, head) and self._waits_for(pool, head, kinds, is_settled=True)
-            for head, kinds in rivals
-        ):
-            return True
         tokens = self.room.reserve(entry)
         if tokens is None or not any(
             _could_use(pool, head, tokens) and self._waits_for(pool, head, kinds, is_settled=False)

@@ -183,6 +183,14 @@ class Room:
         """Whether it needs more permits than are free."""
         return isinstance(entry, ReadyBatch) and self.max_permits - self.permits_out < entry.tokens
 
+    def fits_now(self, entry: ReadyEntry) -> bool:
+        """Whether permits and pool have all that it takes. Its quota is asked of `is_capped`."""
+        if self.lacks_permits(entry):
+            return False
+        fits = self.pool is None or self.reserve(entry) is not None
+        self._let_go()
+        return fits
+
     # Taken and given back
 
     @overload

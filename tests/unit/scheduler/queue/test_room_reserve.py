@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from py_scheduler.domain.leases import PlacementDemand
+from py_scheduler.domain.quotas import Quota
 from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.placement import Lease, PlacementPool
 from py_scheduler.scheduler.queue.entries import ReadyLease
+from py_scheduler.scheduler.queue.quotas import Quotas
+from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 from py_scheduler.scheduler.queue.rivalry import Rivalry
 from py_scheduler.scheduler.queue.room import Room
 
@@ -65,3 +69,23 @@ def test_what_fits_nowhere_else_is_not_let_in() -> None:
         "it could use all"
     )
     assert pool.free_tokens_for(Resource(gpu=1)) == 11, "nothing is held"
+
+
+def test_what_does_not_fit_is_refused_and_not_held_back() -> None:
+    pool = make_pool()
+    for room in (Room(pool), Room(pool, quotas=Quotas({"default": Quota(max_running_samples=16)}))):
+        rivalry, head = Rivalry(room), entry_of(Resource(gpu=1), 16)
+        assert rivalry.has_to_take_from(entry_of(Resource(gpu=2), 6), [head]), "it fits, and leaves too little"
+        assert not rivalry.has_to_take_from(entry_of(Resource(gpu=2), 7), [head]), "12 GPUs are free"
+        assert pool.free_tokens_for(Resource(gpu=1)) == 12, "nothing is held"
+
+
+def test_what_was_refused_behind_a_head_is_not_asked_again_until_something_comes_back() -> None:
+    queue = ReadyQueue(Rivalry(Room(make_pool())), max_bypass=0)
+    for per_sample, tokens in ((Resource(gpu=1), 16), (Resource(gpu=2), 7)):
+        demand = PlacementDemand(per_sample=per_sample, max_tokens=tokens)
+        queue.push_lease((0.0, 0), demand, tokens, lambda _: None, 0.0, "default")
+    while (entry := queue.offer(0.0)) is not None:
+        assert queue.admit(entry, 0.0) is None
+        queue.refuse(entry)
+    assert all(queue.is_blocked(entry) for entry in queue.entries())
