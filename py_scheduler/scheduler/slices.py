@@ -34,16 +34,6 @@ async def in_slices(work: Generator[None, None, _Result]) -> _Result:
             slice_ends = time.monotonic() + SLICE_SECONDS
 
 
-def at_once(work: Generator[None, None, _Result]) -> _Result:
-    """Does all of it in this turn."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as done:
-            result: _Result = done.value
-            return result
-
-
 class Backlog:
     """Work that goes on whether or not anybody waits for it. Several pieces take turns, so that none waits for another
     one that is long.

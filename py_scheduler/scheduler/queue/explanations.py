@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from py_scheduler.domain.ports import Clock
+    from py_scheduler.domain.task import SubmissionKey
     from py_scheduler.execution.attempt import PlannedAttempt
     from py_scheduler.placement import NodeExplanation, PlacementPool
     from py_scheduler.scheduler.ledger.records import TaskRecord
@@ -110,7 +111,8 @@ class WaitingReasons:
     async def why_pending(self, entry: ReadyLease) -> str:
         """Why a lease in the queue is not granted yet."""
         async with self._one_at_a_time:
-            ahead = await in_slices(look_ahead_of(self._queue, entry, self._clock.monotonic()))
+            now, is_there = self._clock.monotonic(), what_is_there(self._ledger)
+            ahead = await in_slices(look_ahead_of(self._queue, entry, now, is_there))
         return "" if entry.is_gone else self._reason(entry, ahead)
 
     def _reason(self, entry: ReadyEntry, ahead: Ahead | None = None) -> str:
@@ -182,6 +184,7 @@ class TaskExplainer:
         self._reason_of = reason_of
         self._held = held
         self._why_held = why_held
+        self._is_there = what_is_there(ledger)
 
     def explain(self, task_id: str, namespace: str) -> Generator[None, None, TaskExplanation]:
         """How a task stands. Raises NotFoundError for one that was never accepted, or is forgotten."""
@@ -215,7 +218,7 @@ class TaskExplainer:
         waits: list[TaskWait] = []
         batches = list(self._queue.batches_of(submission_id))
         for entry in (yield from self._with_attempts_of(task_id, batches, attempts)):
-            ahead = yield from look_ahead_of(self._queue, entry, self._now, MAX_AHEAD_TOLD, self._is_there)
+            ahead = yield from look_ahead_of(self._queue, entry, self._now, self._is_there, MAX_AHEAD_TOLD)
             told = yield from self._told_of(ahead.first)
             if self._is_there(entry):
                 reason = self._reason_of(entry, ahead)
@@ -264,7 +267,9 @@ class TaskExplainer:
                 waiting_seconds = self._now - entry.queued_at
                 told.append(EntryAhead(tokens=entry.tokens, waiting_seconds=waiting_seconds, bypassed=entry.bypassed))
             elif isinstance(entry, ReadyBatch | HeldBatch) and (waiting := self._waiting(entry)):
-                told.append(self._batch_ahead(entry, waiting))
+                submission = self._ledger.submission(entry.submission_id)
+                if submission is not None:
+                    told.append(self._batch_ahead(entry, submission.key, waiting))
             yield
         return told
 
@@ -301,34 +306,41 @@ class TaskExplainer:
             ahead_in_all=ahead_in_all,
         )
 
-    def _batch_ahead(self, entry: ReadyBatch | HeldBatch, waiting: Sequence[PlannedAttempt]) -> EntryAhead:
-        submission = self._ledger.submission(entry.submission_id)
-        assert submission is not None  # an attempt of it is still to be run
+    def _batch_ahead(
+        self, entry: ReadyBatch | HeldBatch, key: SubmissionKey, waiting: Sequence[PlannedAttempt]
+    ) -> EntryAhead:
         return EntryAhead(
-            namespace=submission.key.namespace,
-            batch_id=submission.key.batch_id,
+            namespace=key.namespace,
+            batch_id=key.batch_id,
             tasks=_count_tasks(waiting),
             tokens=self._tokens_at_once(entry, len(waiting)),
             waiting_seconds=self._now - entry.queued_at,
             bypassed=entry.bypassed if isinstance(entry, ReadyBatch) else 0,
         )
 
-    def _is_there(self, entry: ReadyEntry) -> bool:
-        if not isinstance(entry, ReadyBatch):
-            return not entry.is_gone
-        is_waiting = self._ledger.is_waiting
-        return not entry.is_gone and any(is_waiting(attempt.ref) for attempt in entry.attempts)
-
     def _waiting(self, batch: ReadyBatch | HeldBatch) -> Sequence[PlannedAttempt]:
         """Its attempts that still wait."""
-        if isinstance(batch, ReadyBatch) and batch.looked_at == self._queue.generation and not batch.is_gone:
-            return batch.attempts  # Nothing was ended since it was looked at.
         is_waiting = self._ledger.is_waiting
         return [attempt for attempt in batch.attempts if is_waiting(attempt.ref)]
 
     def _tokens_at_once(self, entry: ReadyBatch | HeldBatch, attempts: int) -> int:
         """What the entry takes of the pool when it is admitted."""
         return self._room.tokens_at_once(entry.spec, attempts, entry.namespace)
+
+
+def what_is_there(ledger: LedgerState) -> Callable[[ReadyEntry], bool]:
+    """Whether anything of an entry still waits."""
+    is_waiting = ledger.is_waiting
+
+    def is_there(entry: ReadyEntry) -> bool:
+        if entry.is_gone or not isinstance(entry, ReadyBatch):
+            return not entry.is_gone
+        for attempt in entry.attempts:  # noqa: SIM110 -- a generator for each of a million entries takes twice as long
+            if is_waiting(attempt.ref):
+                return True
+        return False
+
+    return is_there
 
 
 def node_shortage(node: NodeExplanation) -> NodeShortageView:

@@ -1,6 +1,6 @@
 """Who is served before an entry of the ready queue, as things stand: for whoever asks why it waits.
 
-It looks at each entry once, in slices, because the queue may be long: a million entries take a fifth of a second, and
+It looks at each entry once, in slices, because the queue may be long: a million entries take two seconds, and
 the loop goes on meanwhile. So it tells of the entries that stood there when it began, less those that had gone when it
 came to them. It counts them and keeps only the few that are told of. It takes the entries of another flow or namespace
 to be of one size, their average, and what is held to stay so; the first of them are exact. Training is owed 4 tokens
@@ -17,7 +17,6 @@ import msgspec
 
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
 from py_scheduler.scheduler.queue.entries import ARRIVAL
-from py_scheduler.scheduler.slices import at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -55,28 +54,12 @@ class Ahead(msgspec.Struct):
         return sum(self.counts.values()) + sum(self.elsewhere.values())
 
 
-def ahead_of(
-    queue: ReadyQueue,
-    entry: ReadyEntry,
-    now: float,
-    limit: int = 0,
-    is_there: Callable[[ReadyEntry], bool] = lambda _: True,
-) -> Ahead:
-    """`look_ahead_of` within this turn of the loop."""
-    return at_once(look_ahead_of(queue, entry, now, limit, is_there))
-
-
 def look_ahead_of(
-    queue: ReadyQueue,
-    entry: ReadyEntry,
-    now: float,
-    limit: int = 0,
-    is_there: Callable[[ReadyEntry], bool] = lambda _: True,
+    queue: ReadyQueue, entry: ReadyEntry, now: float, is_there: Callable[[ReadyEntry], bool], limit: int = 0
 ) -> Generator[None, None, Ahead]:
     """What is ahead of an entry; in slices. When the entry itself has gone meanwhile, nothing is.
 
-    Entries for which `is_there` is false are not counted. It is asked only of those that were not looked at since
-    something was ended.
+    is_there: whether anything of an entry still waits. The queue cannot say: it is told late of what has ended.
     """
     # All of one moment: whatever is pushed from here on comes later.
     lines = [_Line(queue, flows, entry, now) for flows in queue.namespaces.values()]
@@ -176,13 +159,10 @@ class _Line:
         for counted, heap in self._heaps:
             tokens = 0
             for begin in range(0, len(heap), _STEP):
-                generation = queue.generation
                 items = [
                     item
                     for item in heap[begin : begin + _STEP]
-                    if not (other := item[_ENTRY]).is_gone
-                    and other is not entry
-                    and (other.looked_at == generation or is_there(other))
+                    if (other := item[_ENTRY]) is not entry and is_there(other)
                 ]
                 tokens += sum([item[_ENTRY].tokens for item in items])
                 self._add(counted, items, kept)

@@ -14,6 +14,7 @@ from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import TaskState
 from py_scheduler.errors import AlreadyExistsError
 from py_scheduler.placement import PlacementPool
+from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.fake_clock import settle
 from tests.support.handlers import GatedAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
@@ -151,6 +152,43 @@ async def test_four_explanations_and_a_lease_before_a_long_queue_while_the_loop_
         lease = acquired.result()
         assert lease.state is LeaseState.PENDING
         assert "are ahead of it" in lease.reason
+        agent.gate.set()
+
+
+async def test_what_is_being_refused_is_not_told_to_wait_nor_to_be_ahead() -> None:
+    """Its submissions may be forgotten before the queue hears of its end."""
+    agent, pool = GatedAgent(), pool_of("gone")
+    settings = EngineSettings(retained_submissions=5)
+    async with running_engine(on_a_gpu(agent), pool=pool, settings=settings) as harness:
+        replies = [await harness.submit([task_of()] * (100 if step else 1), step) for step in range(100)]
+        await harness.until_started(replies[0], 1)
+        pool.remove_node("gone")
+        harness.engine.nodes_have_changed()
+        ledger, last, told = harness.engine.ledger, replies[-1].task_ids[-1], 0
+        while (task := ledger.task(last)) is not None:
+            before = ledger.open_tasks
+            explanation = await harness.engine.explain_task(last, task.submission.key.namespace)
+            for wait in explanation.waits:
+                told += 1
+                assert wait.ahead_in_all < before
+                assert len(wait.ahead) <= wait.ahead_in_all
+            await asyncio.sleep(0)
+        assert told
+        agent.gate.set()
+
+
+async def test_a_pending_lease_is_not_told_of_what_was_aborted_behind_a_head() -> None:
+    agent = GatedAgent()
+    async with running_engine(on_a_gpu(agent), pool=pool_of("node")) as harness:
+        first = await harness.submit([task_of()] * 2, 1)
+        await harness.until_started(first, 1)
+        await harness.submit([task_of(is_eval=True)], 1)
+        aborted = await harness.submit([task_of()] * 100, 2)
+        await harness.engine.abort(abort_of(harness, aborted))
+        demand = PlacementDemand(budget=GPU, per_sample=GPU, max_tokens=1)
+        terms = LeaseTerms(batch_id=3, demand=demand, ttl_seconds=60.0)
+        lease = await harness.engine.leases.acquire(AcquireRequest(request_id="l", terms=terms))
+        assert "; 2 batches are ahead of it" in lease.reason
         agent.gate.set()
 
 

@@ -20,9 +20,10 @@ from py_scheduler.scheduler.ledger.records import sort_batch_id
 from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyEntry
 from py_scheduler.scheduler.queue.flows import FlowPolicy
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
-from py_scheduler.scheduler.queue.service_order import ahead_of, describe_ahead
+from py_scheduler.scheduler.queue.service_order import describe_ahead
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.harness import task_of
+from tests.support.looks import ahead_of
 from tests.support.rooms import OneKindOfRoom, RoomOfEachEvaluator, StrandedRoom
 
 if TYPE_CHECKING:

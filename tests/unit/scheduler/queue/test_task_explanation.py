@@ -18,8 +18,8 @@ from py_scheduler.scheduler.queue.explanations import TaskExplainer
 from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 from py_scheduler.scheduler.queue.rivalry import Rivalry
 from py_scheduler.scheduler.queue.room import Room
-from py_scheduler.scheduler.slices import at_once
 from tests.support.handlers import SolvingAgent, spec_of
+from tests.support.looks import at_once
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -52,7 +52,7 @@ def queue_of(pool: PlacementPool | None = None) -> ReadyQueue:
 
 
 def waits(queue: ReadyQueue, task_id: str, ended: str = "") -> tuple[TaskWait, ...]:
-    """`ended`: a task whose attempts no longer wait."""
+    """`ended`: a task whose attempts no longer wait, of which the queue was not told yet."""
     return at_once(look(queue, task_id, ended))
 
 
@@ -62,8 +62,6 @@ def look(queue: ReadyQueue, task_id: str, ended: str = "") -> Generator[None, No
     explainer = TaskExplainer(
         queue, cast("LedgerState", ledger), now=10.0, reason_of=lambda _, ahead: f"{ahead.in_all} ahead"
     )
-    if ended:
-        queue.look_again()
     return explainer.waits_of("s", task_id, 1_000)
 
 
