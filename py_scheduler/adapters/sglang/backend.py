@@ -5,8 +5,9 @@ Invariants:
 - Every attempt has a backend rid of its own that is never used again: two seconds after a stream's end the server
   aborts its rid once more, whoever has it then. An attempt that may have reached the server and did not end there is
   aborted there before anything else happens: nothing decodes on for nobody.
-- An attempt is repeated only while not one token of it was received. After that a lost or silent connection raises
-  EngineUnavailableError with the tokens so far as `partial`, whose finish reason is ABORT: never taken for complete.
+- An attempt is repeated only while not one token of it was received. After that a lost or silent connection, or an
+  error of the server's, raises EngineUnavailableError with the tokens so far as `partial`, whose finish reason is
+  ABORT: never taken for complete.
 - Nothing is sent that `check_request` has not passed.
 
 Generations are streamed unless that is turned off, so that a closed connection frees the request at once (a plain one
@@ -37,14 +38,12 @@ from py_scheduler.adapters.in_flight import Flight, Flights
 from py_scheduler.adapters.request_checks import check_request
 from py_scheduler.adapters.sglang.answers import Loads, Tokenized
 from py_scheduler.adapters.sglang.control import SglangControl
-from py_scheduler.adapters.sglang.events import SERVER_ERRORS
 from py_scheduler.adapters.sglang.model import ServedModel
 from py_scheduler.adapters.sglang.output import Output
-from py_scheduler.adapters.sglang.requests import BAD_REQUEST, AttemptFailedError, generate_body, refusal
+from py_scheduler.adapters.sglang.requests import AttemptFailedError, generate_body, refusal
 from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.adapters.sglang.streaming import Silence
 from py_scheduler.domain.generation import (
-    FinishReason,
     Generation,
     GenerationRequest,
 )
@@ -207,7 +206,7 @@ class SglangBackend(SglangControl):
                     if response.status != HTTP_OK:
                         content = await body_of(response)
                         over = True
-                        raise self._refusal(response.status, error_message(content))
+                        return self._refused(flight, output, response.status, error_message(content))
                     if not body["stream"]:
                         content = await body_of(response)
                         over = True
@@ -240,22 +239,21 @@ class SglangBackend(SglangControl):
             return self._cut_short(flight, output, "the stream was empty")
         if output.streaming is not None:
             self._model.streams(output.streaming)
-        if output.refused is not None:
-            raise self._refusal(output.refused.code or BAD_REQUEST, output.refused.message)
-        finish = output.finish
-        status = finish.status_code
-        if finish.type is FinishReason.ABORT and status is not None and not flight.abort_requested:
-            # Not somebody's abort but the server's own failure or refusal.
-            if status >= SERVER_ERRORS:
-                return self._cut_short(flight, output, str(finish.message))
-            raise self._refusal(status, str(finish.message))
+        if output.failure is not None and not flight.abort_requested:
+            return self._refused(flight, output, *output.failure)
         generation = output.whole()
         if generation.weight_spans:
             self._model.has_weights(generation.weight_spans[-1].version)
         return generation
 
-    def _refusal(self, status: int, message: str) -> Exception:
-        return refusal(status, message, of_router=self._is_behind_router)
+    def _refused(self, flight: Flight, output: Output, status: int, message: str) -> Generation:
+        """The outcome of an attempt that the server gave up or would not begin."""
+        error = refusal(status, message, of_router=self._is_behind_router)
+        if isinstance(error, AttemptFailedError):
+            return self._cut_short(flight, output, str(error))
+        partial = output.partial()
+        error.partial = partial if partial.token_ids else None
+        raise error
 
     def _cut_short(self, flight: Flight, output: Output, reason: str) -> Generation:
         """The outcome of an attempt that did not end properly: what it brought so far, if an abort was wanted."""

@@ -13,7 +13,7 @@ from py_scheduler.adapters.sglang.answers import LogProb, TokenId, Version
 from py_scheduler.domain.generation import FinishReason, Generation
 from py_scheduler.errors import EngineUnavailableError
 
-SERVER_ERRORS = 500
+BAD_REQUEST, SERVER_ERRORS = 400, 500
 NOTHING = Generation(token_ids=[], log_probs=[], text="", finish_reason=FinishReason.ABORT)
 
 

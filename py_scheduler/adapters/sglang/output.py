@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.adapters.sglang.events import UNSAID, Meta, decode_event, head_of_repeating
+from py_scheduler.adapters.sglang.events import (
+    BAD_REQUEST,
+    SERVER_ERRORS,
+    UNSAID,
+    Meta,
+    decode_event,
+    head_of_repeating,
+)
 from py_scheduler.adapters.sglang.streaming import Streaming
 from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
 from py_scheduler.errors import EngineUnavailableError
@@ -98,6 +105,17 @@ class Output:
         if wanted is not None and wanted != count and not self._is_aborted:
             raise EngineUnavailableError(f"SGLang gave {count} tokens of {wanted} that it generated", self._cut())
         return self._generation(self.finish.type)
+
+    @property
+    def failure(self) -> tuple[int, str] | None:
+        """Status, as in HTTP, and message of what the server says went wrong, which is nobody's abort."""
+        finish = self.finish
+        if self.refused is not None:
+            # Who has tokens was not refused: what says no status then is the server's own failure.
+            return self.refused.code or (SERVER_ERRORS if self._token_ids else BAD_REQUEST), self.refused.message
+        if finish.type is FinishReason.ABORT and finish.status_code is not None:
+            return finish.status_code, str(finish.message)
+        return None
 
     def partial(self) -> Generation:
         """What came of a generation that did not end properly, as far as its ids and log-probs agree."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from py_scheduler.adapters.sglang.settings import SglangSettings
     from py_scheduler.domain.generation import GenerationRequest
 
-BAD_REQUEST, TOO_MANY_REQUESTS = 400, 429
+TOO_MANY_REQUESTS = 429
 CONTEXT_OVERFLOW = re.compile(
     r"Requested token count exceeds|longer than the model's context length|exceeds the maximum allowed length"
 )
@@ -44,7 +44,7 @@ def generate_body(request: GenerationRequest, settings: SglangSettings, streamin
     return body | {"session_id": request.session_id} if request.session_id else body
 
 
-def refusal(status: int, message: str, *, of_router: bool) -> Exception:
+def refusal(status: int, message: str, *, of_router: bool) -> AttemptFailedError | EngineRejectedError:
     """What a status other than 200 means for the request."""
     if of_router and DUPLICATE_RID.search(message):
         # The router has sent the request twice, to a worker that it thought had lost it.

@@ -42,6 +42,8 @@ class Script:
     """Ends the stream properly, but too early."""
     stall_after: int | None = None
     """Goes silent, connection open."""
+    aborted: bytes | None = None
+    """The last event after an abort, in place of the server's own."""
     deaf: bool = False
     """Ignores aborts, as a paused server does."""
     gate: asyncio.Event | None = None
@@ -294,7 +296,7 @@ class ScriptedSglang:
                 return False
             if script.stall_after == count:
                 await silence.wait()
-                await reply.tell(count, ABORTED)
+                await (reply.tell(count, ABORTED) if script.aborted is None else reply.send(script.aborted))
                 return True
         return True
 
