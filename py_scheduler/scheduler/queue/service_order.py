@@ -1,10 +1,10 @@
 """Who is served before an entry of the ready queue, as things stand: for whoever asks why it waits.
 
-It looks at each entry once, in slices, because the queue may be long: a million entries take two seconds, and
-the loop goes on meanwhile. So it tells of the entries that stood there when it began, less those that had gone when it
-came to them. It counts them and keeps only the few that are told of. It takes the entries of another flow or namespace
-to be of one size, their average, and what is held to stay so; the first of them are exact. Training is owed 4 tokens
-before an eval's turn, and its 10 batches have 2 tokens on average: 2 of them are ahead.
+It looks at each entry once, in slices, because the queue may be long: a million entries take two seconds, and the loop
+goes on meanwhile. So it tells of the entries that stood there when it began, less those that had gone when it came to
+them. It counts them and keeps only the few that are told of. It takes the entries of another flow to be of one size,
+their average, those of another namespace behind the first 256 too, and what is held to stay so. Training is owed 4
+tokens before an eval's turn, and its 10 batches have 2 tokens on average: 2 of them are ahead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _Comparable = TypeVar("_Comparable", "Item", "Aged")
 _ENTRY: Final = -1
 """Where the entry stands in an `Item` and in an `Aged`."""
 _MAX_EXACT = 256
-"""Beyond so many entries it does not matter which of two namespaces that are level is first."""
+"""So many entries of another namespace are looked at one by one."""
+_ROUNDING = 1e-9
+"""Of a turn: what is apart by less is level."""
 _STEP = 1_000
 """Entries that are looked at before the loop may be given back."""
 
@@ -68,11 +70,9 @@ def look_ahead_of(
     if entry.is_gone:
         return Ahead([], {})
     own = next(line for line in lines if line.namespace == entry.flow[0])
-    counts, first = own.ahead(limit)
-    before = sum(counts.values())
+    counts, first, higher = own.ahead(limit)
     level = queue.shares.level(own.namespace, now)
-    each = queue.level_of(entry)
-    start = level + before * each if before != len(first) else level + sum(map(queue.level_of, first))
+    start = level + (higher if sum(counts.values()) != len(first) else sum(map(queue.level_of, first)))
     ranked = _ranked(queue, first, level)
     elsewhere: dict[str, int] = {}
     for line in lines:
@@ -83,6 +83,7 @@ def look_ahead_of(
         if count:
             elsewhere[line.namespace] = count
             ranked += _ranked(queue, foremost, queue.shares.level(line.namespace, now))
+        yield
     ranked.sort(key=lambda rank: rank[:2])
     return Ahead([other for _, _, other in ranked[:limit]], counts, elsewhere)
 
@@ -98,15 +99,31 @@ def _ranked(queue: ReadyQueue, entries: Iterable[ReadyEntry], level: float) -> l
 
 class _FlowCount:
     """What one flow has waiting. `before`: of an earlier order than the entry that is asked about. `first`: in order.
-    Apart from these are the `overdue`, which go first for their age; `older` of them are older than that entry.
+    Apart from these are the `overdue`, which go first for their age; `older` of them are older than that entry. Each
+    `level`: how much higher their namespace's level is once they were admitted.
     """
 
-    __slots__ = ("before", "before_cost", "cost", "count", "first", "flow", "older", "overdue", "overdue_cost")
+    __slots__ = (
+        "before",
+        "before_cost",
+        "before_level",
+        "cost",
+        "count",
+        "first",
+        "flow",
+        "level",
+        "older",
+        "older_level",
+        "overdue",
+        "overdue_cost",
+        "overdue_level",
+    )
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.count = self.cost = self.before = self.before_cost = 0
         self.overdue = self.overdue_cost = self.older = 0
+        self.level = self.before_level = self.overdue_level = self.older_level = 0.0
         self.first: list[Item] = []
 
     def ranked(self, limit: int) -> list[tuple[tuple[object, ...], ReadyEntry]]:
@@ -145,8 +162,6 @@ class _Line:
         self._has_overdue = flows.is_overdue(flows.foremost(now), now)
         self._counts = {key: _FlowCount(flow) for key, flow in flows.waiting.items()}
         self._heaps = [(self._counts[key], heap) for key, flow in flows.waiting.items() for heap in flow.heaps()]
-        self._level = 0.0
-        """How much higher the namespace's level is once all of them were admitted."""
         self._oldest: list[Aged] = []
         """The first of those that go first for their age."""
 
@@ -157,35 +172,35 @@ class _Line:
         queue, entry = self._queue, self._entry
         kept = max(limit, _MAX_EXACT) if self.namespace != entry.flow[0] else limit
         for counted, heap in self._heaps:
-            tokens = 0
+            some: ReadyEntry = heap[0][_ENTRY]  # The others want the same.
+            each = queue.shares.level_of(self.namespace, some.shape[0], some.per_sample, 1)
             for begin in range(0, len(heap), _STEP):
                 items = [
                     item
                     for item in heap[begin : begin + _STEP]
                     if (other := item[_ENTRY]) is not entry and is_there(other)
                 ]
-                tokens += sum([item[_ENTRY].tokens for item in items])
-                self._add(counted, items, kept)
+                self._add(counted, items, kept, each)
                 yield
-            some: ReadyEntry = heap[0][_ENTRY]  # The others want the same.
-            self._level += queue.shares.level_of(self.namespace, some.shape[0], some.per_sample, tokens)
         self._heaps.clear()
 
-    def _add(self, counted: _FlowCount, items: list[Item], kept: int) -> None:
-        """Counts entries of one flow and shape."""
+    def _add(self, counted: _FlowCount, items: list[Item], kept: int, each: float) -> None:
+        """Counts entries of one flow and shape. each: what a token of them adds to the namespace's level."""
         if not items:
             return
         cost: int = items[0][_ENTRY].cost
         if self._has_overdue:
-            items = self._add_overdue(counted, items, kept)
-        before = sum([item < self._entry.order for item in items])
+            items = self._add_overdue(counted, items, kept, each)
+        before = [item for item in items if item < self._entry.order]
         counted.count += len(items)
         counted.cost += cost * len(items)
-        counted.before += before
-        counted.before_cost += cost * before
+        counted.level += each * sum([item[_ENTRY].tokens for item in items])
+        counted.before += len(before)
+        counted.before_cost += cost * len(before)
+        counted.before_level += each * sum([item[_ENTRY].tokens for item in before])
         counted.first = _first_of(counted.first, items, kept)
 
-    def _add_overdue(self, counted: _FlowCount, items: list[Item], kept: int) -> list[Item]:
+    def _add_overdue(self, counted: _FlowCount, items: list[Item], kept: int, each: float) -> list[Item]:
         """Counts what goes first for its age; the rest."""
         rest: list[Item] = []
         overdue: list[Aged] = []
@@ -196,30 +211,40 @@ class _Line:
                 counted.overdue_cost += other.cost
             else:
                 rest.append(item)
+        older = [aged for aged in overdue if aged < _age(self._entry)]
         counted.overdue += len(overdue)
-        counted.older += sum([aged < _age(self._entry) for aged in overdue])
+        counted.overdue_level += each * sum([aged[_ENTRY].tokens for aged in overdue])
+        counted.older += len(older)
+        counted.older_level += each * sum([aged[_ENTRY].tokens for aged in older])
         self._oldest = _first_of(self._oldest, overdue, kept)
         return rest
 
     # What it comes to
 
-    def ahead(self, limit: int) -> tuple[dict[FlowKey, int], list[ReadyEntry]]:
-        """What is ahead of the entry in its own namespace: how many of each flow, and the first in their order."""
+    def ahead(self, limit: int) -> tuple[dict[FlowKey, int], list[ReadyEntry], float]:
+        """What is ahead of the entry in its own namespace: how many of each flow, the first in their order, and how
+        much higher the namespace's level is after all of them.
+        """
         entry = self._entry
         if self._flows.is_overdue(entry, self._now):
             older = {key: counted.older for key, counted in self._counts.items() if counted.older}
-            return older, [aged[_ENTRY] for aged in self._oldest if aged < _age(entry)][:limit]
+            higher = sum([counted.older_level for counted in self._counts.values()])
+            return older, [aged[_ENTRY] for aged in self._oldest if aged < _age(entry)][:limit], higher
         own = self._counts[entry.flow]
         start = own.flow.time_after(own.overdue_cost + own.before_cost)
         counts: dict[FlowKey, int] = {}
         ranked: list[tuple[tuple[object, ...], ReadyEntry]] = []
+        higher = 0.0
         for key, counted in self._counts.items():
             count = self._ahead_in(counted, own, start)
             if count + counted.overdue:
                 counts[key] = count + counted.overdue
+                among = counted.before_level if counted is own else counted.level * count / max(1, counted.count)
+                higher += counted.overdue_level + among
             ranked += counted.ranked(min(limit, count))
         ranked.sort(key=lambda rank: rank[0])
-        return counts, [*(aged[_ENTRY] for aged in self._oldest), *(other for _, other in ranked)][:limit]
+        first = [*(aged[_ENTRY] for aged in self._oldest), *(other for _, other in ranked)][:limit]
+        return counts, first, higher
 
     @staticmethod
     def _ahead_in(counted: _FlowCount, own: _FlowCount, start: float) -> int:
@@ -234,20 +259,20 @@ class _Line:
         """How many entries of this namespace come before one of another whose turn is at a level, and the first of
         them.
         """
-        in_all = sum([counted.count + counted.overdue for counted in self._counts.values()])
         level = self._queue.shares.level(self.namespace, self._now)
-        if not in_all or level > start:
-            return 0, []
-        each = self._level / in_all
-        turns = (start - level) / each if each else float(in_all)
-        whole = min(in_all, math.floor(turns + 1e-9))
-        is_level = math.isclose(turns, whole, abs_tol=1e-9)
-        count = whole if is_level else min(in_all, math.ceil(turns))
-        wanted = min(in_all, max(min(limit, count), count + 1 if is_level and count < _MAX_EXACT else 0))
-        first = self._first(wanted)
-        if is_level and count < len(first) and first[count].order < self._entry.order:
-            count += 1
-        return count, first[: min(limit, count)]
+        ends = level + sum([counted.level + counted.overdue_level for counted in self._counts.values()])
+        first = self._first(max(limit, _MAX_EXACT))
+        for number, other in enumerate(first):
+            each = self._queue.level_of(other)
+            is_level = abs(level - start) <= each * _ROUNDING
+            if other.order > self._entry.order if is_level else level > start:
+                return number, first[: min(limit, number)]
+            level += each
+        rest = sum([counted.count + counted.overdue for counted in self._counts.values()]) - len(first)
+        if rest and ends > level:
+            turns = max(0.0, start - level) / ((ends - level) / rest)
+            rest = min(rest, math.ceil(turns - _ROUNDING))
+        return len(first) + rest, first[:limit]
 
     def _first(self, limit: int) -> list[ReadyEntry]:
         """The first entries, in the order of service."""

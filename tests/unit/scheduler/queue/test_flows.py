@@ -386,6 +386,50 @@ def test_what_is_told_to_be_ahead_is_what_is_served_before(
         order.append(entry)
 
 
+SIZED_PUSHES = st.lists(
+    st.tuples(st.sampled_from("te"), st.integers(0, 3), st.sampled_from("abc"), st.integers(1, 9)),
+    min_size=1,
+    max_size=80,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SIZED_PUSHES, st.sampled_from([None, 5.0]), st.integers(0, 12))
+def test_nor_does_it_matter_between_namespaces_of_what_sizes_all_of_them_are(
+    pushes: list[tuple[str, int, str, int]], max_wait: float | None, served: int
+) -> None:
+    line = Line(None, max_wait)
+    for kind, batch_id, team, count in pushes:
+        line.now += 0.25
+        line.push(kind, batch_id=batch_id, team=team, count=count)
+    line.take(served)
+    told = {entry.order: ahead_of(line.queue, entry, line.now, limit=20) for entry in line.queue.entries()}
+    order: list[ReadyEntry] = []
+    while (entry := line.queue.offer(line.now)) is not None:
+        ahead = told[entry.order]
+        assert ahead.in_all == len(order)
+        assert [other.order for other in ahead.first] == [other.order for other in order[:20]]
+        line.queue.admit(entry, line.now)
+        order.append(entry)
+
+
+@pytest.mark.parametrize(("small", "tokens"), [(100, 64), (300, 1), (1_000, 64)])
+def test_small_batches_before_a_large_one_count_as_what_they_are(small: int, tokens: int) -> None:
+    line = Line()
+    line.push("t", small, batch_id=1)
+    line.push("t", batch_id=2, count=tokens, spec="large")
+    line.push("t", 5_000, batch_id=1, team="b")
+    (asked,) = [entry for entry in line.queue.entries() if entry.shape[0] == "large"]
+    ahead = ahead_of(line.queue, asked, 0.0, limit=20)
+    served = Counter[str]()
+    while (entry := line.queue.offer(0.0)) is not asked:
+        assert entry is not None
+        served[entry.flow[0]] += 1
+        line.queue.admit(entry, 0.0)
+    assert ahead.counts == {("a", False): small}
+    assert abs(ahead.elsewhere["b"] - served["b"]) <= 1, "level with it, either may be first"
+
+
 def test_the_reason_names_the_flows_and_their_weights() -> None:
     line = Line(3.0)
     line.push("t", 10, batch_id=1)
