@@ -10,7 +10,8 @@ Invariants
   3. Fencing tokens rise strictly with every grant, also from one run of the server to the next: the journal says where
      they begin, and moves that on for good each time it is opened. Without one on disk it is the wall clock.
   4. A record that is not over has exactly one entry in the deadline heap, which never comes later than its end:
-     renewing moves `expires_at` alone, and the entry follows when it comes up.
+     renewing moves `expires_at` alone, and the entry follows when it comes up. Nothing expires while a call that asked
+     for it when it was pending is under way.
   5. A record is found under its lease id and its request id until it is forgotten; only ENDED ones are, oldest first.
   6. A call that is refused changes nothing.
 """
@@ -114,13 +115,11 @@ class LeaseManager:
                 f"request_id {request.request_id!r} was used with other content: take a fresh one for another lease"
             )
         self._end_if_due(record)
-        if record.state is LeaseState.PENDING:
-            record.touch(self._clock.monotonic())
-            if request.wait:
-                await self._wait(record, request.timeout_seconds)
+        why_pending = await self._ask(record, request) if record.state is LeaseState.PENDING else ""
         if record.end_reason == _SHUTTING_DOWN:
             raise FailedPreconditionError(_SHUTTING_DOWN)
-        return await self._view(record)
+        reason = why_pending if record.state is LeaseState.PENDING else record.end_reason
+        return record.view(self._clock.monotonic(), reason)
 
     def renew(self, request: RenewRequest) -> float:
         """Holds a lease for another ttl; for how many seconds that is. Raises LeaseError when it is not held."""
@@ -238,6 +237,20 @@ class LeaseManager:
         record.touch(now)
         record.wake()
 
+    async def _ask(self, record: LeaseRecord, request: AcquireRequest) -> str:
+        """Waits as long as a call for a pending record does; why it is pending then. However long the answer takes, the
+        owner has a whole ttl from then on.
+        """
+        record.calls += 1
+        try:
+            if request.wait:
+                await self._wait(record, request.timeout_seconds)
+            return await self._admission.reasons.why_pending(record.entry) if record.entry is not None else ""
+        finally:
+            record.calls -= 1
+            if not record.is_over:
+                record.touch(self._clock.monotonic())
+
     async def _wait(self, record: LeaseRecord, timeout_seconds: float | None) -> None:
         """Until the record is no longer pending or the time is over."""
         if timeout_seconds is not None and timeout_seconds <= 0:
@@ -253,8 +266,6 @@ class LeaseManager:
             record.waiters.discard(waiter)
             if timer is not None:
                 timer.cancel()
-            if record.state is LeaseState.PENDING:
-                record.touch(self._clock.monotonic())
 
     # To the end
 
@@ -279,7 +290,7 @@ class LeaseManager:
         return record
 
     def _on_deadline(self, record: LeaseRecord, _when: float) -> None:
-        if record.waiters:
+        if record.calls:
             record.touch(self._clock.monotonic())
         if self._clock.monotonic() < record.expires_at:
             self._deadlines.add(record.expires_at, record)
@@ -288,7 +299,7 @@ class LeaseManager:
 
     def _end_if_due(self, record: LeaseRecord) -> None:
         """A timer may come late; what it will say holds from the moment it was set for."""
-        if record.is_over or record.waiters or self._clock.monotonic() < record.expires_at:
+        if record.is_over or record.calls or self._clock.monotonic() < record.expires_at:
             return
         ttl = record.terms.ttl_seconds
         if record.state is LeaseState.PENDING:
@@ -348,11 +359,6 @@ class LeaseManager:
                 "(--env-cluster-layout, or layout in the [cluster] table)"
             )
         return self._pool
-
-    async def _view(self, record: LeaseRecord) -> LeaseView:
-        why_pending = await self._admission.reasons.why_pending(record.entry) if record.entry is not None else ""
-        reason = why_pending if record.state is LeaseState.PENDING else record.end_reason  # It looked for a while.
-        return record.view(self._clock.monotonic(), reason)
 
 
 def node_view(node: NodeUsage) -> NodeView:

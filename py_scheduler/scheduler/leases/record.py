@@ -19,6 +19,7 @@ class LeaseRecord:
 
     __slots__ = (
         "bypassed",
+        "calls",
         "end_reason",
         "entry",
         "expires_at",
@@ -52,6 +53,8 @@ class LeaseRecord:
         self.waited_seconds = 0.0
         self.bypassed = 0
         self.end_reason = ""
+        self.calls = 0
+        """How many calls that asked for it while it was pending have no answer yet."""
         self.waiters: set[asyncio.Future[None]] = set()
         """One for each call that waits for the record to leave PENDING."""
         self.releases: dict[str, tuple[ReleaseRequest, ReleaseReply]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -213,6 +214,42 @@ async def test_a_pending_lease_is_dropped_a_ttl_after_the_last_call_that_asked_f
             "dropped: nobody asked for it for ttl_seconds (30)",
         )
         manager.leases.release(release_of(holder))
+        assert manager.free == 1
+
+
+@pytest.mark.parametrize("how", [{}, {"wait": True, "timeout_seconds": 5}])
+async def test_a_pending_lease_is_kept_while_its_owner_has_no_answer_and_a_ttl_from_then_on(
+    how: dict[str, Any],
+) -> None:
+    """Looks at a long queue go one at a time, and an answer may come after more than a ttl."""
+    async with manager_of(1) as manager:
+        await manager.leases.acquire(acquire_of("holder", ttl_seconds=3_600))
+        async with manager.engine._admission.reasons._one_at_a_time:
+            call = asyncio.create_task(manager.leases.acquire(acquire_of("a", **how)))
+            await settle()
+            await manager.clock.advance(3 * TTL)
+            assert not call.done()
+        view = await call
+        assert (view.state, view.expires_in_seconds) == (LeaseState.PENDING, TTL)
+        await manager.clock.advance(TTL - 1)
+        assert (await manager.leases.acquire(acquire_of("a"))).state is LeaseState.PENDING
+        await manager.clock.advance(TTL)
+        assert (await manager.leases.acquire(acquire_of("a"))).state is LeaseState.ENDED
+
+
+async def test_what_is_granted_before_its_owner_has_an_answer_is_held_for_a_ttl_from_then_on() -> None:
+    async with manager_of(1) as manager:
+        holder = await manager.leases.acquire(acquire_of("holder", ttl_seconds=3_600))
+        async with manager.engine._admission.reasons._one_at_a_time:
+            call = asyncio.create_task(manager.leases.acquire(acquire_of("a")))
+            await settle()
+            manager.leases.release(release_of(holder))
+            await manager.clock.advance(3 * TTL)
+        view = await call
+        assert (view.state, view.expires_in_seconds, view.reason) == (LeaseState.GRANTED, TTL, "")
+        await manager.clock.advance(TTL - 1)
+        assert manager.free == 0
+        await manager.clock.advance(1)
         assert manager.free == 1
 
 
