@@ -159,6 +159,10 @@ async def test_reading_on_from_a_closed_client_says_so() -> None:
 
 async def test_a_watch_that_was_left_is_freed_without_the_collector(served: Served) -> None:
     """It holds its last frame, up to a mebibyte of events; the collector's full runs are far apart in a server."""
+
+    def is_held() -> bool:
+        return any(isinstance(thing, OutgoingStream) for thing in gc.get_objects())
+
     await served.engine.happen(*events_of_finish("s-0"))
     gc.collect()
     gc.disable()
@@ -167,7 +171,8 @@ async def test_a_watch_that_was_left_is_freed_without_the_collector(served: Serv
             for _ in range(5):
                 async with aclosing(client.watch()) as frames:
                     await anext(frames)
-            while any(isinstance(thing, OutgoingStream) for thing in gc.get_objects()):  # noqa: ASYNC110 - no event
+                    assert is_held()
+            while is_held():  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.01)
     finally:
         gc.enable()

@@ -34,12 +34,14 @@ from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, N
 from tests.support.fake_clock import FakeClock
 from tests.support.handlers import spec_of
 from tests.support.harness import running_engine, task_of, versions
-from tests.support.models.fleets import PAUSE, Controlled, fleet_of, holding
+from tests.support.models.fleets import CONTINUE, NAME, PAUSE, Controlled, fleet_of, holding
 from tests.support.models.scripted_model import ScriptedModel
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from aiohttp import web
 
     from py_scheduler.domain.evaluator import Episode
     from py_scheduler.domain.ports import GenerationBackend
@@ -218,19 +220,44 @@ async def test_outside_a_pause_and_without_servers_nothing_was_pushed() -> None:
         assert first.weight_version == "default"
 
 
-async def test_a_trainer_in_a_plain_loop_names_its_servers_and_pushes_at_once() -> None:
-    """It does not wait for the scheduler to have seen them: it pauses, pushes and says so."""
+class Hidden(Controlled):
+    """Does not say which model it serves before `may_be_met` is set."""
 
-    def train(address: str, url: str) -> int:
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_be_met = asyncio.Event()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        await self.may_be_met.wait()
+        return await super()._model_info(request)
+
+
+async def test_a_trainer_in_a_plain_loop_pushes_to_a_server_that_the_scheduler_has_not_seen_yet() -> None:
+    """It does not wait for that: it names its server, pauses, pushes and says so."""
+    loop = asyncio.get_running_loop()
+
+    def train(address: str, server: Hidden) -> int:
         with BlockingGenerationClient(address) as client:
-            client.set_endpoints(STUDENT, [url])
+            client.set_endpoints(STUDENT, [server.base_url])
             with client.paused(PauseMode.IN_PLACE):
-                epoch = client.weights_changed("1").weight_epoch
-            assert [view.url for view in client.endpoints()[STUDENT]] == [url]
-            return epoch
+                assert server.calls == []
+                loop.call_soon_threadsafe(server.may_be_met.set)
+                return client.weights_changed("1").weight_epoch
 
-    async with served() as here, Controlled() as first:
-        assert await asyncio.to_thread(train, here.address, first.base_url) in (0, 1)
-        assert first.weight_version == "1"
-        assert first.is_paused is False
-        assert first.calls.count(PAUSE) <= 1
+    async with served() as here, Hidden() as server:
+        assert await asyncio.to_thread(train, here.address, server) == 1
+        assert server.weight_version == "1"
+        assert server.calls == [PAUSE, NAME, CONTINUE]
+
+
+async def test_a_trainer_in_a_plain_loop_pushes_to_a_server_that_is_up() -> None:
+    def train(address: str) -> int:
+        with BlockingGenerationClient(address) as client, client.paused(PauseMode.IN_PLACE):
+            return client.weights_changed("1").weight_epoch
+
+    async with served() as here, here.client() as client, Controlled() as server:
+        await client.set_endpoints(STUDENT, [server.base_url])
+        await until_up(client, 1)
+        assert await asyncio.to_thread(train, here.address) == 1
+        assert server.weight_version == "1"
+        assert server.calls == [PAUSE, NAME, CONTINUE]
