@@ -6,6 +6,8 @@ Invariants
 - Before an endpoint is up, again or for the first time, it has what it missed: a pause or its end, and the weights that
   the fleet was given last. The same holds for all of them after an update that its caller gave up half-way. Weights
   that a trainer pushed itself nobody here can load: an endpoint without them stays aside.
+- What the fleet was given is known as long as the process lives. A new one takes endpoints as they are: nobody could
+  give them anything, and where all were started anew, holding them back would leave a trainer none to push to.
 - A pause that fails leaves no endpoint paused that takes generations.
 - An endpoint that drains is paused and goes on with the others, and gets no other weights.
 """

@@ -16,7 +16,8 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """For a request that says none; the server's own default is 128."""
     streaming: Literal["auto", "increments", "cumulative", "plain"] = "auto"
     """How tokens are asked for (see Streaming); auto: in increments where the server says that it streams them, and
-    else in a few cumulative events. Plain costs least, and a generation whose connection breaks loses all its tokens.
+    else in a few cumulative events. Plain costs least, and a generation whose connection breaks, or that is aborted in
+    a pause of mode in_place, loses all its tokens.
     """
     stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = 64
     """Tokens between two increments: lost at most when a connection breaks, sent anyway when a request is aborted."""

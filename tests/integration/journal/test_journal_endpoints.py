@@ -12,12 +12,13 @@ from py_scheduler.adapters.sqlite_journal.journal import SqliteJournal
 from py_scheduler.adapters.sqlite_journal.retention import JournalLimits
 from py_scheduler.client import GenerationClient, SchedulerClient
 from py_scheduler.domain.events import TaskDone
-from py_scheduler.domain.generation import STUDENT, Endpoints
+from py_scheduler.domain.generation import STUDENT, Endpoints, PauseMode
 from py_scheduler.domain.results import TaskState
 from py_scheduler.domain.task import Task, TaskConfig
+from tests.support.agents.app_handlers import Generating
 from tests.support.fake_clock import FakeClock
 from tests.support.handlers import SolvingAgent, spec_of
-from tests.support.harness import running_engine
+from tests.support.harness import running_engine, task_of
 from tests.support.models.fleets import Controlled, fleet_of
 from tests.support.servers.served_process import ROOT, served_process
 
@@ -104,6 +105,29 @@ async def test_after_a_kill_it_generates_where_it_was_told_last_and_goes_back_wh
             assert await urls_of(served.address) == [first.base_url]
             assert await end_of_a_sample(served.address) is TaskState.SUCCEEDED
         await second.__aenter__()
+
+
+async def test_after_a_restart_old_weights_may_come_back_and_their_samples_say_so(tmp_path: Path) -> None:
+    async def run(batch_id: int, server: Controlled, pushed: str = "") -> tuple[int, int]:
+        """The epoch of a sample that the server generates, and the present one."""
+        fleet = fleet_of([server.base_url], FakeClock())
+        await fleet.start()
+        journal = SqliteJournal(tmp_path, JournalLimits(ballast_bytes=0))
+        async with running_engine(spec_of(Generating()), journal=journal, generation_backends={STUDENT: fleet}) as h:
+            if pushed:
+                await h.engine.generation.pause(STUDENT, PauseMode.IN_PLACE)
+                await h.engine.generation.weights_changed(STUDENT, pushed)
+                await h.engine.generation.resume(STUDENT)
+            (sample,) = await h.samples(await h.submit([task_of()], batch_id, request_id=str(batch_id)))
+            (state,) = await h.engine.generation.states(STUDENT)
+        await fleet.close()
+        return sample.weight_epoch, state.weight_epoch
+
+    async with Controlled() as first, Controlled() as second:
+        assert await run(0, first) == (0, 0)
+        assert await run(1, first, "step-1") == (1, 1)
+        assert await run(2, second) == (0, 1), "it missed the push"
+        assert await run(3, first) == (1, 1)
 
 
 @pytest.mark.parametrize("between", ["nothing", "a checkpoint"])
