@@ -226,7 +226,7 @@ class Admission:
                 return
             entry.attempts = live
             entry.tokens = self.room.tokens_at_once(entry.spec, len(live), entry.flow[0])
-        entry.looked_at = self._queue.generation
+        self._queue.was_looked_at(entry)
 
     def _admit(self, entry: ReadyEntry, now: float) -> bool:
         """Whether it fitted."""

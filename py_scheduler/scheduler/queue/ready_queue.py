@@ -74,7 +74,7 @@ class ReadyQueue:
     """All that waits for one room, by the rules of `rivalry`. `policy` says who shares with whom inside a namespace;
     max_wait_seconds None: nobody is promoted.
 
-    `offer` names the next entry to try. Then `look_again`, `admit`, `refuse` or `drop` it, before anything else
+    `offer` names the next entry to try. Then `was_looked_at`, `admit`, `refuse` or `drop` it, before anything else
     happens.
     """
 
@@ -104,6 +104,8 @@ class ReadyQueue:
         """The heads before the entry that was offered last."""
         self._behind: Iterator[ReadyEntry] | None = None
         """The heads behind that entry."""
+        self._again: tuple[ReadyEntry, ...] = ()
+        """The entry before those, if it was offered to be looked at and is still to be tried."""
         self._next: Iterator[ReadyEntry] | None = None
         """Where the next offer goes on; None: it begins again at the front, because something changed."""
         self._holding: dict[FlowKey, _Holding] = {}
@@ -213,15 +215,15 @@ class ReadyQueue:
         line = self._next
         if line is None:
             self._begun_anew += was_half_way
-            self._behind, self._passed, self._holding = None, [], {}
+            self._behind, self._again, self._passed, self._holding = None, (), [], {}
             if not self._blocked:  # Then nothing keeps the very first back, but its quota.
                 foremost = self._in_order(now)[0].foremost(now)
                 if foremost.looked_at != self.generation or not self.room.is_capped(foremost):
                     return foremost
             line = self._line_up(now)
-        self._next = None
+        again, self._again, self._next = self._again, (), None
         left = looks << self._begun_anew
-        for entry in line:
+        for entry in itertools.chain(again, line):
             if entry.looked_at != self.generation or self._may_go(entry, now):
                 self._behind = line
                 return entry
@@ -298,6 +300,11 @@ class ReadyQueue:
         least = self._blocked.get(entry.shape[0])
         return least is not None and entry.tokens >= least
 
+    def was_looked_at(self, entry: ReadyEntry) -> None:
+        """Something is left of the entry that was offered: the next offer goes on with it."""
+        entry.looked_at = self.generation
+        self._next, self._again = self._behind, (entry,)
+
     # Out
 
     @overload
@@ -339,6 +346,7 @@ class ReadyQueue:
         if self._take_out(entry, now):
             # Demands of leases are without number, and until a release may be long: none may outlive its last entry.
             self._blocked.pop(entry.per_sample, None)
+            self.rivalry.forget(entry.per_sample)
 
     def _take_out(self, entry: ReadyEntry, now: float) -> bool:
         self.begin_anew()

@@ -54,8 +54,14 @@ class Rivalry:
     def __init__(self, room: Room) -> None:
         self.room = room
         self._demands: dict[DemandKey, _Demand] = {}
-        self.known_short: set[tuple[DemandKey, int, str]] = set()
-        """A demand and number of tokens that is short of a kind of room. Cleared when something comes back."""
+        self.known_short: dict[DemandKey, set[tuple[int, str]]] = {}
+        """Of each demand that waits, how many tokens of it some kind of room is short of. Cleared when something comes
+        back.
+        """
+
+    def forget(self, key: DemandKey) -> None:
+        """The last of a demand waits no longer. Where another flow has more of it, it is asked anew."""
+        self.known_short.pop(key, None)
 
     def took_from(self, entry: ReadyEntry, head: ReadyEntry) -> bool:
         """Whether the entry, which was let in last, took room that a waiting head could have used."""
@@ -122,12 +128,12 @@ class Rivalry:
 
     def _is_short_of(self, pool: PlacementPool, head: ReadyEntry, kind: str, *, is_settled: bool) -> bool:
         """Whether the pool could not give a head all its tokens of one kind alone."""
-        known = (head.shape[0], head.tokens, kind)
-        if known in self.known_short:
+        key, known = head.shape[0], (head.tokens, kind)
+        if known in self.known_short.get(key, ()):
             return True
         is_short = pool.free_tokens_for(self._demand(head).parts[kind]) < head.tokens
         if is_short and is_settled:
-            self.known_short.add(known)
+            self.known_short.setdefault(key, set()).add(known)
         return is_short
 
     def _shared_kinds(self, entry: ReadyEntry, head: ReadyEntry) -> list[str]:

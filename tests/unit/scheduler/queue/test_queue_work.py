@@ -150,6 +150,29 @@ def test_whoever_is_held_back_is_compared_with_one_head_that_keeps_the_room_and_
     assert (asked_of_many - asked_of_few) / 200 <= 5
 
 
+def work_of_looking_again(leases: int) -> int:
+    held_back = HeldBack(leases)
+    queue = held_back.queue
+    queue.look_again()
+
+    def look_and_let_nobody_in() -> None:
+        looked_at = 0
+        while (entry := queue.offer(0.0)) is not None:
+            if entry.looked_at != queue.generation:
+                queue.was_looked_at(entry)
+                looked_at += 1
+            else:
+                assert queue.admit(entry, 0.0) is None
+                queue.refuse(entry)
+        assert looked_at == leases + 1
+
+    return bytecodes(look_and_let_nobody_in)
+
+
+def test_to_look_at_every_head_again_takes_as_much_work_as_there_are_heads() -> None:
+    assert work_of_looking_again(200) <= 2.2 * work_of_looking_again(100)
+
+
 def test_an_offer_looks_at_so_many_heads_and_the_next_one_goes_on_behind_them() -> None:
     held_back = HeldBack(200)
     queue = held_back.queue

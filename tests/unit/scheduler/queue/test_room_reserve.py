@@ -80,12 +80,31 @@ def test_what_does_not_fit_is_refused_and_not_held_back() -> None:
         assert pool.free_tokens_for(Resource(gpu=1)) == 12, "nothing is held"
 
 
-def test_what_was_refused_behind_a_head_is_not_asked_again_until_something_comes_back() -> None:
-    queue = ReadyQueue(Rivalry(Room(make_pool())), max_bypass=0)
-    for per_sample, tokens in ((Resource(gpu=1), 16), (Resource(gpu=2), 7)):
+def queue_behind_a_head(*wants: tuple[Resource, int]) -> tuple[ReadyQueue, Lease]:
+    """Of 12 GPUs one is out, and a head wants all of them; behind it wait these, in a namespace of their own."""
+    pool = make_pool()
+    queue = ReadyQueue(Rivalry(Room(pool)), max_bypass=0)
+    held = pool.try_acquire_apart(Resource(gpu=1), 1, [])
+    assert held is not None
+    for per_sample, tokens in ((Resource(gpu=1), 12), *wants):
         demand = PlacementDemand(per_sample=per_sample, max_tokens=tokens)
         queue.push_lease((0.0, 0), demand, tokens, lambda _: None, 0.0, "default")
     while (entry := queue.offer(0.0)) is not None:
         assert queue.admit(entry, 0.0) is None
         queue.refuse(entry)
-    assert all(queue.is_blocked(entry) for entry in queue.entries())
+    return queue, held
+
+
+def test_what_was_refused_behind_a_head_is_not_asked_again_until_something_comes_back() -> None:
+    queue, _held = queue_behind_a_head((Resource(gpu=2), 6), (Resource(gpu=2), 5))
+    blocked = {(entry.per_sample.gpu, entry.tokens): queue.is_blocked(entry) for entry in queue.entries()}
+    assert blocked == {(1, 12): True, (2, 6): True, (2, 5): False}, "5 pairs are free, and held back"
+
+
+def test_what_is_known_of_a_demand_goes_with_its_last_request_though_nothing_came_back() -> None:
+    queue, _held = queue_behind_a_head((Resource(gpu=1, cpu=1), 1))
+    assert queue.rivalry.known_short
+    for entry in list(queue.entries()):
+        assert isinstance(entry, ReadyLease)
+        queue.remove(entry, 0.0)
+    assert not queue.rivalry.known_short
