@@ -25,6 +25,8 @@ OrderKey = tuple[float, int, int, int]
 """The batch id's place (two numbers), when its submission came to wait, and when it came itself."""
 CAME: Final = 2
 ARRIVAL: Final = 3
+ENTRY: Final = -1
+"""Where an entry stands in a tuple that sorts it: behind what it is sorted by."""
 
 DemandKey = str | Resource
 """What entries of one demand have in common: their evaluator's id, or the demand itself of a lease."""
@@ -75,3 +77,8 @@ class ReadyLease(ReadyEntry, gc=True, kw_only=True):
 
     budget: Resource
     grant: Callable[[Lease], None]
+
+
+def age_of(entry: ReadyEntry) -> tuple[float, int]:
+    """What it is sorted by among those that go first for their age, the oldest first."""
+    return entry.queued_at, entry.order[ARRIVAL]

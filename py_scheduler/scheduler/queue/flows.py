@@ -27,18 +27,16 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.scheduler.queue.entries import ARRIVAL, FlowKey, OrderKey, ReadyEntry, Shape
+from py_scheduler.scheduler.queue.entries import ENTRY, FlowKey, OrderKey, ReadyEntry, Shape, age_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _KEEP_GONE = 64
-_ENTRY: Final = 4
-"""Where the entry stands in an item of a heap, behind its order key."""
 
 
 class FlowPolicy(msgspec.Struct, frozen=True):
@@ -97,13 +95,13 @@ class Flow:
         entry.is_gone = True
         self.count -= 1
         heap = self._heaps[entry.shape]
-        if heap[0][_ENTRY] is not entry:
+        if heap[0][ENTRY] is not entry:
             self._gone += 1
             if self._gone > self.count + _KEEP_GONE:
                 self._compact()
             return False
         heapq.heappop(heap)
-        while heap and heap[0][_ENTRY].is_gone:
+        while heap and heap[0][ENTRY].is_gone:
             heapq.heappop(heap)
             self._gone -= 1
         if heap:
@@ -113,21 +111,21 @@ class Flow:
 
     def _compact(self) -> None:
         for heap in self._heaps.values():
-            heap[:] = [item for item in heap if not item[_ENTRY].is_gone]
+            heap[:] = [item for item in heap if not item[ENTRY].is_gone]
             heapq.heapify(heap)
         self._gone = 0
 
     def head(self) -> ReadyEntry:
         """The foremost entry, whatever blocks it."""
         if len(self._heaps) == 1:
-            return next(iter(self._heaps.values()))[0][_ENTRY]
-        return min([heap[0] for heap in self._heaps.values()])[_ENTRY]
+            return next(iter(self._heaps.values()))[0][ENTRY]
+        return min([heap[0] for heap in self._heaps.values()])[ENTRY]
 
     def heads(self) -> list[ReadyEntry]:
         """The foremost entry of each shape, in order."""
         if len(self._heaps) == 1:
             return [self.head()]
-        return [item[_ENTRY] for item in sorted([heap[0] for heap in self._heaps.values()])]
+        return [item[ENTRY] for item in sorted([heap[0] for heap in self._heaps.values()])]
 
     def comes_before_all_of(self, other: Flow, cost: int) -> bool:
         """Whether an entry of that cost, which is next here, is due before anything of a flow behind it: the other had
@@ -142,7 +140,7 @@ class Flow:
 
     def entries(self) -> Iterator[ReadyEntry]:
         """All of them, in no order."""
-        entries = (item[_ENTRY] for heap in self._heaps.values() for item in heap)
+        entries = (item[ENTRY] for heap in self._heaps.values() for item in heap)
         return (entry for entry in entries if not entry.is_gone)
 
     def heaps(self) -> list[list[Item]]:
@@ -270,12 +268,12 @@ class _ByAge:
         self._count += 1
         if queue is None:
             self._queues[key] = deque((entry,))
-            bisect.insort(self._oldest, entry, key=_age)
-        elif _age(queue[-1]) <= _age(entry):
+            bisect.insort(self._oldest, entry, key=age_of)
+        elif age_of(queue[-1]) <= age_of(entry):
             queue.append(entry)
         else:  # What has shrunk stands among those that came as late.
             self._forget_oldest(queue[0])
-            queue = self._queues[key] = deque(sorted([*queue, entry], key=_age))
+            queue = self._queues[key] = deque(sorted([*queue, entry], key=age_of))
             self._set_oldest(key, queue)
 
     def took_out(self, entry: ReadyEntry, *, waiting: int) -> None:
@@ -289,7 +287,7 @@ class _ByAge:
             self._forget_gone()
 
     def _forget_oldest(self, entry: ReadyEntry) -> None:
-        at = bisect.bisect_left(self._oldest, _age(entry), key=_age)
+        at = bisect.bisect_left(self._oldest, age_of(entry), key=age_of)
         while self._oldest[at] is not entry:  # What is left of a batch that shrinks came when the batch did.
             at += 1
         del self._oldest[at]
@@ -299,7 +297,7 @@ class _ByAge:
             queue.popleft()
             self._count -= 1
         if queue:
-            bisect.insort(self._oldest, queue[0], key=_age)
+            bisect.insort(self._oldest, queue[0], key=age_of)
         else:
             del self._queues[key]
 
@@ -308,7 +306,3 @@ class _ByAge:
             key: deque(entry for entry in queue if not entry.is_gone) for key, queue in self._queues.items()
         }
         self._count = sum([len(queue) for queue in self._queues.values()])
-
-
-def _age(entry: ReadyEntry) -> tuple[float, int]:
-    return entry.queued_at, entry.order[ARRIVAL]

@@ -111,9 +111,7 @@ class Rivalry:
 
     def _waits_for_permits(self, head: ReadyEntry, entry: ReadyEntry, more: int) -> bool:
         """Whether a head lacks permits, which the entry takes too, once it has so many more."""
-        if not isinstance(entry, ReadyBatch) or not isinstance(head, ReadyBatch):
-            return False
-        return self.room.max_permits - self.room.permits_out - more < head.tokens
+        return isinstance(entry, ReadyBatch) and self.room.lacks_permits(head, more)
 
     def _waits_for(self, pool: PlacementPool, head: ReadyEntry, kinds: Sequence[str], *, is_settled: bool) -> bool:
         """Whether a head waits for one of these kinds of room. is_settled: whether what is held now stays so until

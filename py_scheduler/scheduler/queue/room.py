@@ -13,8 +13,9 @@ Two questions are asked of it (who competes for it, `rivalry` says):
   not.
 
 Invariants
-  1. `take` and `give_back` alone change what is taken, of everything at once. `permits_out` are the permits that were
-     taken and not given back; `shares` counts the tokens of each namespace.
+  1. `take`, `give_back_permit` and `give_back_leased` alone change what is taken, of everything at once. `permits_out`
+     are the permits that were taken and not given back; `shares` counts the tokens of each namespace. `strand` only
+     says which of that may never come back.
   2. What `reserve` holds is taken by `take` in the same turn of the loop, or given back before it returns.
 """
 
@@ -179,9 +180,9 @@ class Room:
         quota = self.quotas.of(namespace).max_running_samples
         return None if quota is None else quota - self.shares.tokens_of(namespace)
 
-    def lacks_permits(self, entry: ReadyEntry) -> bool:
-        """Whether it needs more permits than are free."""
-        return isinstance(entry, ReadyBatch) and self.max_permits - self.permits_out < entry.tokens
+    def lacks_permits(self, entry: ReadyEntry, more: int = 0) -> bool:
+        """Whether it needs more permits than are free once so many more are out."""
+        return isinstance(entry, ReadyBatch) and self.max_permits - self.permits_out - more < entry.tokens
 
     def fits_now(self, entry: ReadyEntry) -> bool:
         """Whether permits and pool have all that it takes. Its quota is asked of `is_capped`."""
@@ -204,7 +205,7 @@ class Room:
         batch. Returns the batch's tokens, or a lease; None when it does not fit now, and then nothing is taken.
         """
         is_batch = isinstance(entry, ReadyBatch)
-        if is_batch and self.max_permits - self.permits_out < entry.tokens:
+        if self.lacks_permits(entry):
             return None
         lease: Lease | None = None
         if self.pool is None:

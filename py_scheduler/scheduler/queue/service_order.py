@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from py_scheduler.domain.task import DEFAULT_NAMESPACE
-from py_scheduler.scheduler.queue.entries import ARRIVAL
+from py_scheduler.scheduler.queue.entries import ENTRY, age_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 _Comparable = TypeVar("_Comparable", "Item", "Aged")
 
-_ENTRY: Final = -1
-"""Where the entry stands in an `Item` and in an `Aged`."""
 _MAX_EXACT = 256
 """So many entries of another namespace are looked at one by one."""
 _ROUNDING = 1e-9
@@ -131,7 +129,7 @@ class _FlowCount:
         ranked: list[tuple[tuple[object, ...], ReadyEntry]] = []
         cost = self.overdue_cost
         for item in self.first[:limit]:
-            entry: ReadyEntry = item[_ENTRY]
+            entry: ReadyEntry = item[ENTRY]
             ranked.append(((self.flow.is_background, self.flow.time_after(cost), entry.order), entry))
             cost += entry.cost
         return ranked
@@ -172,13 +170,13 @@ class _Line:
         queue, entry = self._queue, self._entry
         kept = max(limit, _MAX_EXACT) if self.namespace != entry.flow[0] else limit
         for counted, heap in self._heaps:
-            some: ReadyEntry = heap[0][_ENTRY]  # The others want the same.
+            some: ReadyEntry = heap[0][ENTRY]  # The others want the same.
             each = queue.shares.level_of(self.namespace, some.shape[0], some.per_sample, 1)
             for begin in range(0, len(heap), _STEP):
                 items = [
                     item
                     for item in heap[begin : begin + _STEP]
-                    if (other := item[_ENTRY]) is not entry and is_there(other)
+                    if (other := item[ENTRY]) is not entry and is_there(other)
                 ]
                 self._add(counted, items, kept, each)
                 yield
@@ -188,16 +186,16 @@ class _Line:
         """Counts entries of one flow and shape. each: what a token of them adds to the namespace's level."""
         if not items:
             return
-        cost: int = items[0][_ENTRY].cost
+        cost: int = items[0][ENTRY].cost
         if self._has_overdue:
             items = self._add_overdue(counted, items, kept, each)
         before = [item for item in items if item < self._entry.order]
         counted.count += len(items)
         counted.cost += cost * len(items)
-        counted.level += each * sum([item[_ENTRY].tokens for item in items])
+        counted.level += each * sum([item[ENTRY].tokens for item in items])
         counted.before += len(before)
         counted.before_cost += cost * len(before)
-        counted.before_level += each * sum([item[_ENTRY].tokens for item in before])
+        counted.before_level += each * sum([item[ENTRY].tokens for item in before])
         counted.first = _first_of(counted.first, items, kept)
 
     def _add_overdue(self, counted: _FlowCount, items: list[Item], kept: int, each: float) -> list[Item]:
@@ -205,17 +203,17 @@ class _Line:
         rest: list[Item] = []
         overdue: list[Aged] = []
         for item in items:
-            other = item[_ENTRY]
+            other = item[ENTRY]
             if self._flows.is_overdue(other, self._now):
-                overdue.append((*_age(other), other))
+                overdue.append((*age_of(other), other))
                 counted.overdue_cost += other.cost
             else:
                 rest.append(item)
-        older = [aged for aged in overdue if aged < _age(self._entry)]
+        older = [aged for aged in overdue if aged < age_of(self._entry)]
         counted.overdue += len(overdue)
-        counted.overdue_level += each * sum([aged[_ENTRY].tokens for aged in overdue])
+        counted.overdue_level += each * sum([aged[ENTRY].tokens for aged in overdue])
         counted.older += len(older)
-        counted.older_level += each * sum([aged[_ENTRY].tokens for aged in older])
+        counted.older_level += each * sum([aged[ENTRY].tokens for aged in older])
         self._oldest = _first_of(self._oldest, overdue, kept)
         return rest
 
@@ -229,7 +227,7 @@ class _Line:
         if self._flows.is_overdue(entry, self._now):
             older = {key: counted.older for key, counted in self._counts.items() if counted.older}
             higher = sum([counted.older_level for counted in self._counts.values()])
-            return older, [aged[_ENTRY] for aged in self._oldest if aged < _age(entry)][:limit], higher
+            return older, [aged[ENTRY] for aged in self._oldest if aged < age_of(entry)][:limit], higher
         own = self._counts[entry.flow]
         start = own.flow.time_after(own.overdue_cost + own.before_cost)
         counts: dict[FlowKey, int] = {}
@@ -243,7 +241,7 @@ class _Line:
                 higher += counted.overdue_level + among
             ranked += counted.ranked(min(limit, count))
         ranked.sort(key=lambda rank: rank[0])
-        first = [*(aged[_ENTRY] for aged in self._oldest), *(other for _, other in ranked)][:limit]
+        first = [*(aged[ENTRY] for aged in self._oldest), *(other for _, other in ranked)][:limit]
         return counts, first, higher
 
     @staticmethod
@@ -276,7 +274,7 @@ class _Line:
 
     def _first(self, limit: int) -> list[ReadyEntry]:
         """The first entries, in the order of service."""
-        first: list[ReadyEntry] = [aged[_ENTRY] for aged in self._oldest[:limit]]
+        first: list[ReadyEntry] = [aged[ENTRY] for aged in self._oldest[:limit]]
         left = limit - len(first)
         ranked = [rank for counted in self._counts.values() for rank in counted.ranked(left)]
         return first + [other for _, other in heapq.nsmallest(left, ranked, key=lambda rank: rank[0])]
@@ -288,10 +286,6 @@ def _first_of(first: list[_Comparable], more: list[_Comparable], limit: int) -> 
         last = first[-1]
         more = [item for item in more if item < last]
     return heapq.nsmallest(limit, first + more) if more else first
-
-
-def _age(entry: ReadyEntry) -> tuple[float, int]:
-    return entry.queued_at, entry.order[ARRIVAL]
 
 
 def describe_ahead(queue: ReadyQueue, entry: ReadyEntry, ahead: Ahead) -> str:

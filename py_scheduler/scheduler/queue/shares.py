@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.resources import Resource
+from py_scheduler.domain.resources import NODE_AMOUNTS, Resource
 from py_scheduler.scheduler.queue.entries import DemandKey
 
 if TYPE_CHECKING:
@@ -193,8 +193,7 @@ class Shares:
         """A scheduler outside runs its samples in places of its own."""
         wanted = {} if is_outside and demand is not None else {_PLACES: 1.0}
         if demand is not None:
-            wanted |= {"gpu": demand.gpu, "cpu": demand.cpu, "memory_gb": demand.memory_gb}
-            wanted |= {f"named.{name}": float(amount) for name, amount in demand.named.items()}
+            wanted |= demand.taken
         return max(
             (amount / self._supply[name] for name, amount in wanted.items() if self._supply.get(name, 0.0) > 0),
             default=0.0,
@@ -207,7 +206,7 @@ def supply_of(pool: PlacementPool | None, max_running_samples: int) -> dict[str,
     for node in pool.nodes() if pool is not None else ():
         if node.phase != "active":
             continue
-        amounts = {"gpu": len(node.gpu_ids), "cpu": node.cpu, "memory_gb": node.memory_gb}
+        amounts = {"gpu": len(node.gpu_ids)} | {kind: getattr(node, kind) for kind in NODE_AMOUNTS}
         amounts |= {f"named.{name}": amount for name, amount in node.named.items()}
         for name, amount in amounts.items():
             supply[name] = supply.get(name, 0.0) + amount
