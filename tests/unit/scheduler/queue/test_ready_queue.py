@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.leases import PlacementDemand
+from py_scheduler.domain.resources import Resource
 from py_scheduler.domain.task import BatchId
 from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.scheduler.ledger.records import sort_batch_id
@@ -63,6 +65,21 @@ def test_what_joins_a_batch_that_waits_stands_before_equal_batches_that_came_lat
     push(queue, "1/a 6", batch_id="1/a")
     push(queue, "1/b 7", batch_id="1/b")
     assert admit_all(queue) == ["1/a 6", "1/b 7"], "nothing of either waited"
+
+
+def test_leases_too_go_by_the_whole_of_their_batch_ids() -> None:
+    queue = ReadyQueue(OneKindOfRoom(), max_bypass=8)
+    batch_ids: list[BatchId] = ["1/eval", 2, 1, "other", "0/eval"]
+    leases: dict[int, BatchId] = {}
+    for batch_id in batch_ids:
+        demand = PlacementDemand(per_sample=Resource(gpu=1), max_tokens=1)
+        entry = queue.push_lease(sort_batch_id(batch_id), demand, 1, lambda _: None, 0.0, "default")
+        leases[id(entry)] = batch_id
+    served = []
+    while (offered := queue.offer(0.0)) is not None:
+        queue.admit(offered, 0.0)
+        served.append(leases[id(offered)])
+    assert served == ["0/eval", 1, "1/eval", 2, "other"]
 
 
 def test_a_refused_shape_is_passed_over_until_something_is_released() -> None:
