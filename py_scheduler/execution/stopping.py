@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, assert_never
 
 from py_scheduler.execution.deadlines import Deadlines
 
@@ -31,16 +31,40 @@ if TYPE_CHECKING:
 
 
 class StopState(Enum):
-    """How far the stop of some work has come."""
+    """How far the stop of some work has come.
+
+    Whoever does one thing or another by it names every state and ends in `assert_never`, so that mypy tells all of them
+    of a new one.
+    """
 
     RUNNING = "running"
     STOPPING = "stopping"
     KILLED = "killed"
     STRANDED = "stranded"
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether who waits for the work's end waits on."""
+        if self is RUNNING or self is STOPPING or self is KILLED:
+            return True
+        if self is STRANDED:
+            return False
+        assert_never(self)
+
+    @property
+    def ends_confirmed(self) -> bool:
+        """Whether the handler of work that ends in this state is no longer at it, so that it may be tried again."""
+        if self is RUNNING or self is STOPPING or self is KILLED:
+            return True
+        if self is STRANDED:
+            return False
+        assert_never(self)
+
 
 # Members by name: Python 3.11 looks them up through the metaclass, five times slower, and each attempt has one.
 RUNNING: Final = StopState.RUNNING
+STOPPING: Final = StopState.STOPPING
+KILLED: Final = StopState.KILLED
 STRANDED: Final = StopState.STRANDED
 
 
@@ -76,11 +100,6 @@ class Stoppable:
         self.on_stop: Callable[[], None] | None = None
         self.kill: Callable[[], None] | None = None
 
-    @property
-    def is_stranded(self) -> bool:
-        """Given up: it has ended as far as anybody waits for it, and its room comes back only with the handler."""
-        return self.state is STRANDED
-
 
 WorkT = TypeVar("WorkT", bound=Stoppable)
 
@@ -88,7 +107,8 @@ WorkT = TypeVar("WorkT", bound=Stoppable)
 class StopLadder(Generic[WorkT]):
     """Keeps the deadlines of all work of one kind, those of its stops and its own.
 
-    on_limit: a limit of work that nobody has told to stop has come up; gets when it was. on_stranded: gives work up.
+    on_limit: a limit of work that nobody has told to stop has come up; gets when it was. on_given_up: gets work
+    for which nobody waits any more; its state says what is to become of it.
     """
 
     def __init__(
@@ -96,12 +116,12 @@ class StopLadder(Generic[WorkT]):
         clock: Clock,
         grace_seconds: float,
         on_limit: Callable[[WorkT, float], None],
-        on_stranded: Callable[[WorkT], None],
+        on_given_up: Callable[[WorkT], None],
     ) -> None:
         self._clock = clock
         self._grace_seconds = grace_seconds
         self._on_limit = on_limit
-        self._on_stranded = on_stranded
+        self._on_given_up = on_given_up
         self._deadlines: Deadlines[WorkT] = Deadlines(clock, self._on_deadline)
 
     def limit(self, when: float, work: WorkT) -> None:
@@ -112,7 +132,7 @@ class StopLadder(Generic[WorkT]):
         """Cancels what the handler waits for, and begins its grace. Does nothing when it was told before or is over."""
         if work.is_over or work.state is not RUNNING:
             return
-        work.state = StopState.STOPPING
+        work.state = STOPPING
         work.stop_cause = cause
         work.stop_reason = reason
         work.restarts_runner = restarts_runner
@@ -139,10 +159,16 @@ class StopLadder(Generic[WorkT]):
         # Else it is a limit from before the stop, which means nothing any more.
 
     def _climb(self, work: WorkT) -> None:
-        if work.state is StopState.STOPPING and work.kill is not None:
-            work.state = StopState.KILLED
-            self._begin_grace(work)
-            work.kill()
-        elif work.state is not STRANDED:
-            work.state = STRANDED
-            self._on_stranded(work)
+        """The grace of a step is over."""
+        match work.state:
+            case StopState.STOPPING if work.kill is not None:
+                work.state = KILLED
+                self._begin_grace(work)
+                work.kill()
+            case StopState.STOPPING | StopState.KILLED:
+                work.state = STRANDED
+                self._on_given_up(work)
+            case StopState.RUNNING | StopState.STRANDED:
+                pass  # No grace runs.
+            case unknown:
+                assert_never(unknown)

@@ -14,9 +14,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, assert_never
 
-from py_scheduler.execution.stopping import RUNNING
+from py_scheduler.execution.stopping import StopState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,10 +147,10 @@ class WorkerPool:
         stopping: list[Worker] = []
         for worker in workers:
             worker.is_closing, worker.takes_work = True, False
-            if worker.is_abandoned or worker.running is None or worker.running.state is RUNNING:
-                worker.task.cancel()
-            else:
+            if _has_its_grace(worker):
                 stopping.append(worker)
+            else:
+                worker.task.cancel()
         if self._workers:
             await asyncio.wait([worker.task for worker in self._workers], timeout=grace_seconds)
         late = [worker.task for worker in stopping if not worker.task.done()]
@@ -187,3 +187,16 @@ class WorkerPool:
             self._on_crash(worker, error)
         if self._permits:
             self._wake_one()
+
+
+def _has_its_grace(worker: Worker) -> bool:
+    """Whether what it is at was told to stop, and may still take its time."""
+    if worker.running is None:
+        return False
+    match worker.running.state:
+        case StopState.STOPPING | StopState.KILLED:
+            return True
+        case StopState.RUNNING | StopState.STRANDED:
+            return False
+        case unknown:
+            assert_never(unknown)

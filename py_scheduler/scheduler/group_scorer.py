@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from py_scheduler.domain.events import StopCause
 from py_scheduler.execution.attempt import RunningGroup
 from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.run_sample import INLINE
 from py_scheduler.execution.runner import RunnerHandle, Runners
-from py_scheduler.execution.stopping import StopLadder
+from py_scheduler.execution.stopping import StopLadder, StopState
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.ledger.commands import ScoreGroup
 
@@ -98,7 +98,7 @@ class GroupScorer:
         self._on_stopped = on_stopped
         self._scores: dict[str, GroupScore] = {}
         self._ladder: StopLadder[GroupScore] = StopLadder(
-            clock, settings.stop_grace_seconds, self._on_limit, self._strand
+            clock, settings.stop_grace_seconds, self._on_limit, self._give_up
         )
         self._workers = WorkerPool(settings.max_running_samples, self._on_crash)
 
@@ -159,9 +159,15 @@ class GroupScorer:
         self._record(score, (), reason)
         self._ladder.stop(score, StopCause.PHASE_TIMEOUT, reason)
 
-    def _strand(self, score: GroupScore) -> None:
+    def _give_up(self, score: GroupScore) -> None:
         assert score.worker is not None, "only a score that a worker is at is told to stop"
-        self._workers.abandon(score.worker)
+        match score.state:
+            case StopState.STRANDED:
+                self._workers.abandon(score.worker)
+            case StopState.RUNNING | StopState.STOPPING | StopState.KILLED:
+                raise AssertionError("its handler is waited for")
+            case unknown:
+                assert_never(unknown)
         self._on_stopped()
 
     def _on_crash(self, worker: Worker, error: BaseException) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, assert_never, cast
 
 import msgspec
 
@@ -23,7 +23,7 @@ from py_scheduler.execution.attempt import AttemptReport, PlannedAttempt, Runnin
 from py_scheduler.execution.evaluator import Evaluator
 from py_scheduler.execution.outcomes import describe
 from py_scheduler.execution.run_sample import INLINE
-from py_scheduler.execution.stopping import STRANDED, StopLadder
+from py_scheduler.execution.stopping import RUNNING, StopLadder, StopState
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.group_scorer import GroupScorer
 from py_scheduler.scheduler.ledger.commands import EndAttempt, StartAttempt
@@ -108,7 +108,7 @@ class Supervisor:
         self._running: dict[AttemptRef, SupervisedAttempt] = {}
         self._stranded: dict[AttemptRef, SupervisedAttempt] = {}
         self._ladder: StopLadder[SupervisedAttempt] = StopLadder(
-            services.clock, settings.stop_grace_seconds, self._on_limit, self._strand
+            services.clock, settings.stop_grace_seconds, self._on_limit, self._give_up
         )
         # An attempt arms limits of nothing but itself, and all attempts here are supervised ones.
         self._arm = cast("Callable[[float, RunningAttempt], None]", self._ladder.limit)
@@ -162,9 +162,8 @@ class Supervisor:
         running.is_over = True
         running.worker.running = None
         self._running.pop(running.ref, None)
-        if running.state is STRANDED:
-            self._stranded.pop(running.ref, None)
-            self._tell_of_stranded_room()
+        if running.state is not RUNNING:
+            self._comes_back(running)
         self._report(running, report)
         if running.stop_cause is not None or self.is_draining:
             self._stopped.ring()
@@ -192,17 +191,17 @@ class Supervisor:
 
     async def wait_stopped(self, scope: TaskScope) -> None:
         """Returns when none of these tasks runs any more. It does not wait for stranded work."""
-        while any(not is_stranded for _, is_stranded in self._at_work(scope)):
+        while any(state.is_awaited for _, state in self._at_work(scope)):
             await self._stopped.next_ring().wait()
 
-    def _at_work(self, scope: TaskScope) -> Iterator[tuple[str, bool]]:
-        """The tasks of attempts and group scores that run, each with whether that work is stranded."""
+    def _at_work(self, scope: TaskScope) -> Iterator[tuple[str, StopState]]:
+        """The tasks of attempts and group scores that run, each with how far the stop of that work has come."""
         for running in itertools.chain(self._running.values(), self._stranded.values()):
             if scope.includes(running.ref.task_id, running.planned.submission_id):
-                yield running.ref.task_id, running.is_stranded
+                yield running.ref.task_id, running.state
         for group in self.groups.open_groups():
             if scope.includes(group.task_id, group.record.submission.submission_id):
-                yield group.task_id, group.is_stranded
+                yield group.task_id, group.state
 
     async def close(self) -> int:
         """Ends the workers; how many did not end within the grace."""
@@ -224,6 +223,26 @@ class Supervisor:
     def _tell_of_stranded_room(self) -> None:
         self._room_is_stranded([(running.evaluator.spec, running) for running in self._stranded.values()])
 
+    def _give_up(self, running: SupervisedAttempt) -> None:
+        match running.state:
+            case StopState.STRANDED:
+                self._strand(running)
+            case StopState.RUNNING | StopState.STOPPING | StopState.KILLED:
+                raise AssertionError("its handler is waited for")
+            case unknown:
+                assert_never(unknown)
+
+    def _comes_back(self, running: SupervisedAttempt) -> None:
+        """What was told to stop has ended."""
+        match running.state:
+            case StopState.STRANDED:
+                self._stranded.pop(running.ref, None)
+                self._tell_of_stranded_room()
+            case StopState.RUNNING | StopState.STOPPING | StopState.KILLED:
+                pass  # Its room is given back with its permit.
+            case unknown:
+                assert_never(unknown)
+
     def _strand(self, running: SupervisedAttempt) -> None:
         """Ends an attempt without its handler, which ignores its stop, and lets another worker take the place of its
         own.
@@ -235,7 +254,7 @@ class Supervisor:
         self._tell_of_stranded_room()
         message = f"{running.stop_reason}; the handler did not stop within {self._stop_grace_seconds:g} s"
         sample = unfinished_sample(running, cause.outcome, message)
-        self._report(running, AttemptReport(cause.attempt_state, (sample,), message), confirmed=False)
+        self._report(running, AttemptReport(cause.attempt_state, (sample,), message))
         self._workers.abandon(running.worker)
         self._permit_is_gone(running.evaluator)
         self._stopped.ring()
@@ -257,7 +276,7 @@ class Supervisor:
             if attempts:
                 self._requeue(evaluator.spec, attempts)
 
-    def _report(self, running: SupervisedAttempt, report: AttemptReport, *, confirmed: bool = True) -> None:
+    def _report(self, running: SupervisedAttempt, report: AttemptReport) -> None:
         planned = running.planned
         unix_seconds = self._clock.unix_time()
         running_seconds = self._clock.monotonic() - running.began_at
@@ -267,7 +286,7 @@ class Supervisor:
             report.samples,
             report.message,
             unix_seconds,
-            confirmed,
+            running.state is RUNNING or running.state.ends_confirmed,
             report.payload,
             running_seconds,
         )

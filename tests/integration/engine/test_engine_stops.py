@@ -125,6 +125,22 @@ async def test_room_that_is_stranded_holds_nobody_else_back() -> None:
         await harness.done(large)
 
 
+async def test_an_engine_that_ends_counts_a_handler_that_was_given_up_and_grants_it_no_second_grace() -> None:
+    clock, agent = FakeClock(), StubbornAgent()
+    spec, an_hour = spec_of(agent, run_timeout_seconds=10.0), EngineSettings(stop_grace_seconds=3600.0)
+    try:
+        async with asyncio.timeout(10), running_engine(spec, clock=clock, settings=an_hour) as harness:
+            reply = await harness.submit([task_of("stubborn")])
+            await agent.started.wait()
+            await clock.advance(10)
+            await clock.advance(3600)
+            assert [event.state for event in (await harness.done(reply)).values()] == [TaskState.FAILED]
+        assert harness.engine.stranded_workers == 1
+    finally:
+        agent.free.set()
+        await settle()
+
+
 async def test_nothing_is_tried_again_beside_a_handler_that_ignores_its_stop() -> None:
     clock, agent = FakeClock(), StubbornAgent()
 
