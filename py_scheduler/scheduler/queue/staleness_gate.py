@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +28,7 @@ import msgspec
 from py_scheduler.domain.evaluator import EvaluatorSpec
 from py_scheduler.domain.events import AttemptEnded, TrainingResumed, WeightsChanged
 from py_scheduler.execution.attempt import PlannedAttempt
+from py_scheduler.scheduler.queue.entries import CAME, OrderKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from py_scheduler.scheduler.ledger.state import LedgerState
 
 _KEEP_ENDED = 64
-HeldOrder = tuple[float, int, int]
+HeldOrder = OrderKey
+"""What is held stands as it would in the ready queue."""
 
 
 class HeldBatch(msgspec.Struct, frozen=True, gc=False):
@@ -55,17 +58,46 @@ class HeldBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class _NamespaceTraining:
-    """One namespace's training. through: samples of each subtask that was let through and has not ended."""
+    """One namespace's training.
 
-    __slots__ = ("ended", "held", "held_attempts", "running", "through")
+    through: samples of each subtask that was let through and has not ended. waits_of: of each submission of which
+    something is held, when that came to wait, and of how many batches.
+    """
+
+    __slots__ = ("ended", "held", "held_attempts", "running", "through", "waits_of")
 
     def __init__(self) -> None:
         self.held: list[tuple[HeldOrder, HeldBatch]] = []
         self.held_attempts = 0
+        self.waits_of: dict[str, tuple[int, int]] = {}
         self.through: dict[tuple[str, int], int] = {}
         self.running = 0
         self.ended = 0
         """Attempts that ended while they were held, and may still lie there."""
+
+    def push(self, batch: HeldBatch, batch_key: tuple[float, int], arrival: int) -> None:
+        """As in the queue, what joins a batch that waits stands before batches of the same place that came later."""
+        came, count = self.waits_of.get(batch.submission_id, (arrival, 0))
+        self.waits_of[batch.submission_id] = came, count + 1
+        heapq.heappush(self.held, ((*batch_key, came, arrival), batch))
+        self.held_attempts += len(batch.attempts)
+
+    def pop(self) -> HeldBatch:
+        batch = heapq.heappop(self.held)[1]
+        came, count = self.waits_of.pop(batch.submission_id)
+        if count > 1:
+            self.waits_of[batch.submission_id] = came, count - 1
+        self.held_attempts -= len(batch.attempts)
+        return batch
+
+    def keep(self, held: list[tuple[HeldOrder, HeldBatch]]) -> None:
+        """Of all that is held."""
+        self.held = held
+        heapq.heapify(held)
+        self.held_attempts = sum([len(batch.attempts) for _, batch in held])
+        counts = Counter(batch.submission_id for _, batch in held)
+        self.waits_of = {batch.submission_id: (order[CAME], counts[batch.submission_id]) for order, batch in held}
+        self.ended = 0
 
     def let_through(self, attempts: list[PlannedAttempt]) -> None:
         for attempt in attempts:
@@ -118,9 +150,7 @@ class StalenessGate:
         training.let_through(begun)
         new = [attempt for attempt in attempts if attempt.ref.attempt_no == 1] if begun else attempts
         if new:
-            order = (*first.batch_key, next(self._arrivals))
-            heapq.heappush(training.held, (order, HeldBatch(spec, new, queued_at)))
-            training.held_attempts += len(new)
+            training.push(HeldBatch(spec, new, queued_at), first.batch_key, next(self._arrivals))
         return begun
 
     def let_go(self) -> Iterator[HeldBatch]:
@@ -128,9 +158,7 @@ class StalenessGate:
         windows = self._ledger.service.windows
         for namespace, training in self._trainings.items():
             while training.held and windows[namespace].admits(training.running):
-                batch = heapq.heappop(training.held)[1]
-                training.held_attempts -= len(batch.attempts)
-                for live in self._live(batch):
+                for live in self._live(training.pop()):
                     training.let_through(live.attempts)
                     yield live
 
@@ -141,10 +169,7 @@ class StalenessGate:
             yield HeldBatch(batch.spec, attempts, batch.queued_at)
 
     def _forget_ended(self, training: _NamespaceTraining) -> None:
-        training.held = [(order, live) for order, batch in training.held for live in self._live(batch)]
-        heapq.heapify(training.held)
-        training.held_attempts = sum([len(batch.attempts) for _, batch in training.held])
-        training.ended = 0
+        training.keep([(order, live) for order, batch in training.held for live in self._live(batch)])
 
     # Questions
 

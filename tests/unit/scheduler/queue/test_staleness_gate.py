@@ -21,9 +21,12 @@ from py_scheduler.scheduler.ledger.commands import (
 )
 from py_scheduler.scheduler.ledger.ledger import Ledger
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings, StalenessWindow
+from py_scheduler.scheduler.queue.entries import ReadyBatch
+from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
 from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
 from tests.support.handlers import SolvingAgent, spec_of
 from tests.support.journal.ledger_driver import stop, task
+from tests.support.rooms import OneKindOfRoom
 from tests.support.steps.samples import done_sample
 
 if TYPE_CHECKING:
@@ -55,6 +58,12 @@ class Gated:
     def held_places(self) -> int:
         return len(self.gate._trainings[DEFAULT_NAMESPACE].held)
 
+    @property
+    def held_order(self) -> list[str]:
+        """The first task of each batch that is held, in the order of service."""
+        held = sorted(self.gate.held(DEFAULT_NAMESPACE), key=lambda place: place[0])
+        return [batch.attempts[0].ref.task_id for _, batch in held]
+
     def tell(self, command: Command) -> list[Event]:
         events = self.ledger.decide(command)
         for event in events:
@@ -74,7 +83,7 @@ class Gated:
 
     def submit(self, number: BatchId, count: int) -> None:
         tasks = (task(max_failure_retries=1),) * count
-        accept = AcceptTasks(f"r{number}", b"", SubmissionKey(number), tasks, f"s{number}", 0.0)
+        accept = AcceptTasks(f"r{len(self.events)}", b"", SubmissionKey(number), tasks, f"s{number}", 0.0)
         for event in self.tell(accept):
             assert isinstance(event, TasksAccepted)
             for accepted in event.tasks:
@@ -148,6 +157,45 @@ def test_what_is_held_goes_by_batch_id_and_then_as_it_came() -> None:
             gated.end(AttemptState.SUCCEEDED)
         gated.update(f"v{number}")
         assert set(gated.through) - before == set(task_ids[2 * number - 2 : 2 * number])
+
+
+batch_ids: st.SearchStrategy[list[BatchId]] = st.lists(
+    st.sampled_from([1, "1/a", "1/b", "1/eval", 2, 10, "x", "y"]), max_size=12
+)
+
+
+@given(batch_ids)
+def test_the_same_batches_stand_in_one_order_before_the_gate_and_in_the_queue(coming: list[BatchId]) -> None:
+    gated, queue = Gated(), ReadyQueue(OneKindOfRoom(), max_bypass=8)
+    gated.submit(0, 4)
+    came = []
+    for batch_id in coming:
+        known = set(gated.held_order)
+        gated.submit(batch_id, 1)
+        came += [held for held in gated.held_order if held not in known]
+    batches = {batch.attempts[0].ref.task_id: batch for _, batch in gated.gate.held(DEFAULT_NAMESPACE)}
+    for task_id in came:
+        queue.push(SPEC, batches[task_id].attempts, 0.0)
+    served = []
+    while isinstance(entry := queue.offer(0.0), ReadyBatch):
+        queue.admit(entry, 0.0)
+        served.append(entry.attempts[0].ref.task_id)
+    assert gated.held_order == served
+    assert len(served) == len(coming)
+
+
+def test_what_comes_when_nothing_of_its_batch_is_held_any_more_stands_behind_what_is() -> None:
+    gated = Gated()
+    gated.submit(0, 4)
+    gated.submit("1/a", 1)
+    gated.submit("1/b", 1)
+    gated.end(AttemptState.SUCCEEDED)
+    gated.end(AttemptState.SUCCEEDED)
+    gated.update("v1")
+    assert gated.held_order == []
+    gated.submit("1/b", 1)
+    gated.submit("1/a", 1)
+    assert gated.held_order == ["s1/b-1", "s1/a-1"]
 
 
 def test_it_has_no_say_in_evals_and_other_namespaces() -> None:
