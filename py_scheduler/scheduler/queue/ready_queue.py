@@ -18,7 +18,9 @@ sample that needs a CPU alone may go as often as it likes, and one that takes on
 A head that would not fit if everything came back that still can (`Room.fits_ever`) holds nobody back.
 
 Only the 32 foremost heads that wait are protected so, because whoever goes is compared with each of them. The 33rd
-neither counts who passes it nor holds anybody back, until one before it has gone.
+neither counts who passes it nor holds anybody back, until one before it has gone. Heads that may hold nobody back take
+none of these places, and those that their quota caps take places of their own namespace: behind 40 heads of a namespace
+whose quota is used up a batch for 8 GPUs is protected as if it stood in front.
 
 **Half way.** A thousand pending leases may be of as many demands, each of them a head that must be looked at. So an
 offer looks at so many heads as it is told to, and the next one goes on behind them. Whatever changes the line makes it
@@ -39,6 +41,7 @@ Invariants
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, overload
 
 import msgspec
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 
 _PROTECTED_HEADS = 32
 _NO_LIMIT = 1 << 30
+_NOBODY, _EVERYBODY = False, True
 
 
 class _Holding(msgspec.Struct):
@@ -101,7 +105,9 @@ class ReadyQueue:
         self._blocked: dict[DemandKey, int] = {}
         """The least number of tokens that was refused of each demand since something came back."""
         self._passed: list[ReadyEntry] = []
-        """The heads before the entry that was offered last."""
+        """The protected heads before the entry that was offered last."""
+        self._protected: Counter[str | bool] = Counter()
+        """How many of them hold back at most everybody, nobody, or who is of the namespace whose quota caps them."""
         self._behind: Iterator[ReadyEntry] | None = None
         """The heads behind that entry."""
         self._again: tuple[ReadyEntry, ...] = ()
@@ -215,7 +221,8 @@ class ReadyQueue:
         line = self._next
         if line is None:
             self._begun_anew += was_half_way
-            self._behind, self._again, self._passed, self._holding = None, (), [], {}
+            self._behind, self._again, self._holding = None, (), {}
+            self._passed, self._protected = [], Counter()
             if not self._blocked:  # Then nothing keeps the very first back, but its quota.
                 foremost = self._in_order(now)[0].foremost(now)
                 if foremost.looked_at != self.generation or not self.room.is_capped(foremost):
@@ -236,7 +243,14 @@ class ReadyQueue:
         return None
 
     def _pass(self, head: ReadyEntry) -> None:
-        if len(self._passed) < _PROTECTED_HEADS:
+        """Protects a head unless as many are protected that compete with as many others as it does."""
+        group: str | bool = _EVERYBODY
+        if not self.room.fits_ever(head):
+            group = _NOBODY
+        elif self.room.is_capped(head):
+            group = head.flow[0]
+        if self._protected[group] < _PROTECTED_HEADS:
+            self._protected[group] += 1
             self._passed.append(head)
 
     def _line_up(self, now: float) -> Iterator[ReadyEntry]:

@@ -94,13 +94,18 @@ class Rivalry:
                 rivals.append((head, kinds))
         if pool is None or not rivals or self.room.lacks_permits(entry):
             return False
-        tokens = self.room.reserve(entry)
-        if tokens is None or not any(
-            _could_use(pool, head, tokens) and self._waits_for(pool, head, kinds, is_settled=False)
-            for head, kinds in rivals
-        ):
-            return False
-        return self.room.reserve(entry, apart_from=[head for head, _ in rivals]) is None
+        losing: list[ReadyEntry] = []
+        while (tokens := self.room.reserve(entry, apart_from=losing)) is not None:
+            # Apart from those alone that would lose something: only nodes of the others may be left.
+            more = [
+                head
+                for head, kinds in rivals
+                if _could_use(pool, head, tokens) and self._waits_for(pool, head, kinds, is_settled=False)
+            ]
+            if not more:
+                return False
+            losing += more
+        return bool(losing)
 
     # What a head waits for
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from py_scheduler.domain.leases import PlacementDemand
 from py_scheduler.domain.quotas import Quota
 from py_scheduler.domain.resources import NodeResource, Resource
@@ -108,3 +110,64 @@ def test_what_is_known_of_a_demand_goes_with_its_last_request_though_nothing_cam
         assert isinstance(entry, ReadyLease)
         queue.remove(entry, 0.0)
     assert not queue.rivalry.known_short
+
+
+def test_a_head_that_loses_nothing_does_not_keep_its_nodes_too() -> None:
+    """On node a, in a zone, GPUs are short; the licences of both nodes are taken, and CPUs are plenty."""
+    nodes = [
+        NodeResource(
+            node_ip=name, gpus=list(range(4)), cpu=64, memory_gb=64, named={"licence": 1}, labels={"zone": name}
+        )
+        for name in ("a", "b")
+    ]
+    pool = PlacementPool(nodes)
+    held = [
+        pool.try_acquire_apart(Resource(gpu=1, required_labels={"zone": "a"}), 1, []),
+        pool.try_acquire_apart(Resource(named={"licence": 1}), 2, []),
+    ]
+    assert None not in held
+    in_zone = entry_of(Resource(gpu=4, required_labels={"zone": "a"}), 1)
+    licensed = entry_of(Resource(cpu=1, named={"licence": 1}), 1)
+    entry = entry_of(Resource(gpu=1, cpu=1), 3)
+    for heads in ([in_zone, licensed], [licensed, in_zone]):
+        room = Room(pool)
+        assert not Rivalry(room).has_to_take_from(entry, heads)
+        lease = room.take(entry, 0.0)
+        assert nodes_of(lease) == ["b", "b", "b"]
+        assert isinstance(lease, Lease)
+        lease.release()
+
+
+@pytest.mark.parametrize("others", [0, 31, 32, 100])
+@pytest.mark.parametrize("what", ["capped", "of no node"])
+def test_heads_that_are_in_nobody_s_way_leave_the_protected_places_to_others(what: str, others: int) -> None:
+    pool = make_pool()
+    room = Room(pool, quotas=Quotas({"capped": Quota(max_running_samples=200)}))
+    queue = ReadyQueue(Rivalry(room), max_bypass=3)
+    held = pool.try_acquire_apart(Resource(gpu=1), 1, [])
+    assert held is not None
+
+    def push(per_sample: Resource, tokens: int, step: float, namespace: str = "default") -> None:
+        demand = PlacementDemand(per_sample=per_sample, max_tokens=tokens)
+        queue.push_lease((step, 0), demand, tokens, lambda _: None, 0.0, namespace)
+
+    if what == "capped":
+        push(Resource(cpu=0.01), 200, 0, "capped")
+        entry = queue.offer(0.0)
+        assert entry is not None
+        assert queue.admit(entry, 0.0) is not None
+    for number in range(others):
+        if what == "capped":
+            push(Resource(cpu=1 + number / 1_000), 1, 1, "capped")
+        else:
+            push(Resource(gpu=1, cpu=65 + number), 1, 1)
+    push(IN_ZONE, 1, 2)
+    for _ in range(20):
+        push(Resource(gpu=1, required_labels={"zone": "a"}), 1, 3)
+    admitted = 0
+    while (entry := queue.offer(0.0)) is not None:
+        if queue.admit(entry, 0.0) is None:
+            queue.refuse(entry)
+        else:
+            admitted += 1
+    assert admitted == 3, "so many may overtake the head that wants all of zone a"
