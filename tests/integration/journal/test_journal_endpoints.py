@@ -108,7 +108,7 @@ async def test_after_a_kill_it_generates_where_it_was_told_last_and_goes_back_wh
 
 
 async def test_after_a_restart_old_weights_may_come_back_and_their_samples_say_so(tmp_path: Path) -> None:
-    async def run(batch_id: int, server: Controlled, pushed: str = "") -> tuple[int, int]:
+    async def run(batch_id: int, server: Controlled, pushed: str = "") -> tuple[int | None, int]:
         """The epoch of a sample that the server generates, and the present one."""
         fleet = fleet_of([server.base_url], FakeClock())
         await fleet.start()
