@@ -48,7 +48,7 @@ from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.ledger.ledger import Ledger
 from py_scheduler.scheduler.log.checkpoints import Checkpoints
 from py_scheduler.scheduler.log.event_log import EventLog
-from py_scheduler.scheduler.log.recorder import RecordedWeights, Recorder
+from py_scheduler.scheduler.log.recorder import RecordedBackends, Recorder
 from py_scheduler.scheduler.queue.admission import Admission
 from py_scheduler.scheduler.queue.quotas import Quotas
 from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
@@ -128,8 +128,8 @@ class Engine:
             self._recorder.event_listeners.append(self._gate.apply)
         self._checkpoints = Checkpoints(journal, self._ledger, self._event_log)
         self._workdirs = Workdirs(settings.workdir_root)
-        weights = RecordedWeights(self._recorder, self._event_log, clock)
-        self.generation = GenerationGateway(generation_backends, settings.max_running_generations, weights)
+        backends = RecordedBackends(self._recorder, self._event_log, clock)
+        self.generation = GenerationGateway(generation_backends, settings.max_running_generations, backends)
         services = EpisodeServices(
             clock, self.generation, default_sampling, default_stopping, self._workdirs, api_front
         )

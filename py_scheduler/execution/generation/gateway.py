@@ -11,7 +11,7 @@ Invariants
   4. The clock of an attempt's phase stands still while its generation is paused. A phase of 60 seconds generates as a
      pause comes at second 20; the role resumes at 50, and the phase ends at 90. A phase that asks for its generation
      only at 30, during that pause, ends at 80.
-  5. The gateway only notices which weights there are. Its WeightLog decides what changes `weight_epoch` (see
+  5. The gateway only notices which weights there are. Its BackendLog decides what changes `weight_epoch` (see
      `domain.episodes.weight_history`).
 """
 
@@ -39,8 +39,8 @@ from py_scheduler.errors import (
     GenerationError,
     NotFoundError,
 )
+from py_scheduler.execution.generation.known_backend import ForgetfulBackendLog, KnownBackend
 from py_scheduler.execution.generation.queue import Call, Role
-from py_scheduler.execution.generation.weights import BackendWeights, ForgetfulWeightLog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.episodes.weight_history import WeightHistory
     from py_scheduler.domain.generation import Endpoints, EndpointView, GenerationRequest
     from py_scheduler.domain.ports import GenerationBackend
+    from py_scheduler.execution.generation.known_backend import BackendLog
     from py_scheduler.execution.generation.queue import StoppableClock
-    from py_scheduler.execution.generation.weights import WeightLog
 
 logger = logging.getLogger(__name__)
 
@@ -60,23 +60,23 @@ AnswerT = TypeVar("AnswerT")
 
 class GenerationGateway:
     """Over the backends, by role. limits: how many generations of a role may run at once; a role that is not named
-    there has no limit. log: writes down changes of weights; None: nobody does.
+    there has no limit. log: writes down what changes; None: nobody does.
     """
 
     def __init__(
         self,
         backends: Mapping[str, GenerationBackend],
         limits: Mapping[str, int] | None = None,
-        log: WeightLog | None = None,
+        log: BackendLog | None = None,
     ) -> None:
-        log = log or ForgetfulWeightLog()
+        log = log or ForgetfulBackendLog()
         bases = {name: base_of(backend) for name, backend in backends.items()}
-        weights = {
-            id(base): BackendWeights(base, tuple([name for name in bases if bases[name] is base]), log)
+        known = {
+            id(base): KnownBackend(base, tuple([name for name in bases if bases[name] is base]), log)
             for base in bases.values()
         }
         self._roles = {
-            name: Role(name, backend, weights[id(bases[name])], (limits or {}).get(name))
+            name: Role(name, backend, known[id(bases[name])], (limits or {}).get(name))
             for name, backend in backends.items()
         }
         self._calls: dict[str, Call] = {}
@@ -93,7 +93,7 @@ class GenerationGateway:
 
     def is_up(self, role: str) -> bool:
         """Whether its backend is not known to be gone, or to have no server yet. Raises NotFoundError."""
-        backend = self._known_role(role).weights.backend
+        backend = self._known_role(role).known.backend
         return not isinstance(backend, ProbedBackend) or backend.is_up
 
     def backend(self, role: str) -> GenerationBackend:
@@ -107,11 +107,11 @@ class GenerationGateway:
 
     def weights(self, role: str) -> WeightHistory:
         """Which weights a role has had. Raises NotFoundError."""
-        return self._known_role(role).weights.history
+        return self._known_role(role).known.history
 
     def have_same_weights(self, *roles: str) -> bool:
         """Whether these roles rest on one backend."""
-        return len({id(self._known_role(role).weights) for role in roles}) == 1
+        return len({id(self._known_role(role).known) for role in roles}) == 1
 
     async def generate(
         self, role: str, request: GenerationRequest, *, clock: StoppableClock | None = None, resumes: bool = False
@@ -126,14 +126,14 @@ class GenerationGateway:
         if request.rid in self._calls:
             raise EngineRejectedError(f"rid {request.rid!r} is in use: give every generation a rid of its own")
         call = self._calls[request.rid] = Call(self._roles[role], clock)
-        weights = call.role.weights
-        if clock is not None and weights.pause_mode is not None:
+        known = call.role.known
+        if clock is not None and known.pause_mode is not None:
             clock.stop_clock()
         try:
             return await self._generate(call, request, resumes=resumes)
         finally:
             del self._calls[request.rid]
-            if clock is not None and weights.pause_mode is not None:
+            if clock is not None and known.pause_mode is not None:
                 clock.start_clock()
 
     async def _generate(self, call: Call, request: GenerationRequest, *, resumes: bool) -> Generation:
@@ -144,7 +144,7 @@ class GenerationGateway:
                 generation = await role.backend.generate(rest)
             except GenerationError as error:
                 if isinstance(error.partial, Generation):
-                    role.weights.observe(error.partial.weight_spans)
+                    role.known.observe(error.partial.weight_spans)
                     error.partial = _joined(made, error.partial)
                 else:
                     error.partial = made
@@ -152,7 +152,7 @@ class GenerationGateway:
             finally:
                 call.is_at_backend = False
                 role.leave()
-            role.weights.observe(generation.weight_spans)
+            role.known.observe(generation.weight_spans)
             if generation.finish_reason is not FinishReason.ABORT or not call.was_paused or call.stop_asked:
                 return _joined(made, generation)
             budget = await _budget(role.backend, request) if resumes else None
@@ -182,18 +182,18 @@ class GenerationGateway:
         Raises NotFoundError for an unknown role, FailedPreconditionError for a backend that cannot be paused or is
         paused in another mode, GenerationError; then nothing is held that was not held before.
         """
-        weights, control = self._controlled(role)
-        async with weights.changing:
-            before = weights.pause_mode
+        known, control = self._controlled(role)
+        async with known.changing:
+            before = known.pause_mode
             if before not in (None, mode):
                 # SGLang would wait for the end of what it has stopped itself, and answer no call any more.
                 raise FailedPreconditionError(f"role {role!r} is paused in mode {before}: continue first")
-            self._hold(weights, mode)
+            self._hold(known, mode)
             try:
                 await _asked(control.pause(mode), role, "pause")
             except GenerationError:
                 if before is None:
-                    self._release(weights)
+                    self._release(known)
                 raise
         return await self._known_state(self._roles[role])
 
@@ -201,10 +201,10 @@ class GenerationGateway:
         """Lets the backend go on, paused or not, then the held generations. Raises as `pause` does; then all stays
         held.
         """
-        weights, control = self._controlled(role)
-        async with weights.changing:
+        known, control = self._controlled(role)
+        async with known.changing:
             await _asked(control.resume(), role, "continue")
-            self._release(weights)
+            self._release(known)
         return await self._known_state(self._roles[role])
 
     async def update_weights(self, role: str, update: WeightUpdate) -> GenerationState:
@@ -212,17 +212,17 @@ class GenerationGateway:
 
         Raises as `pause` does, and ResourceExhaustedError while the epoch cannot be written down.
         """
-        weights, control = self._controlled(role)
-        self._check_servers(weights, role)
-        async with weights.changing:
+        known, control = self._controlled(role)
+        self._check_servers(known, role)
+        async with known.changing:
             version = await _asked(control.weight_version(), role, "tell its weight version")
-            weights.saw(version)
-            if weights.confirmed != update or version != update.weight_version:
-                weights.confirmed = None
+            known.saw(version)
+            if known.confirmed != update or version != update.weight_version:
+                known.confirmed = None
                 await _asked(control.update_weights(update), role, "load the weights")
-                weights.loaded(update)
+                known.loaded(update)
             # A caller that is told of an epoch finds it again, whatever crashes.
-            await weights.log.committed()
+            await known.log.committed()
         return await self._known_state(self._roles[role])
 
     async def weights_changed(self, role: str, version: str) -> GenerationState:
@@ -231,17 +231,17 @@ class GenerationGateway:
         Raises as `update_weights` does, and FailedPreconditionError while the role is not paused: tokens generated
         during the push would be told to be of other weights than they are.
         """
-        weights, control = self._controlled(role)
-        self._check_servers(weights, role)
-        async with weights.changing:
-            if weights.pause_mode is None:
+        known, control = self._controlled(role)
+        self._check_servers(known, role)
+        async with known.changing:
+            if known.pause_mode is None:
                 raise FailedPreconditionError(
                     f"role {role!r} is not paused: push weights, and say so, within one pause (`with client.paused():`)"
                 )
-            weights.confirmed = None
+            known.confirmed = None
             await _asked(control.name_weights(version), role, "take the name of its weights")
-            weights.pushed(version)
-            await weights.log.committed()
+            known.pushed(version)
+            await known.log.committed()
         return await self._known_state(self._roles[role])
 
     # Endpoints
@@ -253,8 +253,8 @@ class GenerationGateway:
         Raises NotFoundError for an unknown role, FailedPreconditionError for a backend whose servers are not to be
         named, InvalidArgumentError, and ResourceExhaustedError while it cannot be written down.
         """
-        weights = self._known_role(role).weights
-        backend = weights.backend
+        known = self._known_role(role).known
+        backend = known.backend
         if not isinstance(backend, MovableBackend):
             raise FailedPreconditionError(
                 f'the servers of role {role!r} are fixed: give [generation.{role}] kind = "sglang" and base_urls '
@@ -262,15 +262,15 @@ class GenerationGateway:
             )
         # Both within one turn of the loop: the last list that was set is the last that was written down.
         backend.set_endpoints(endpoints)
-        weights.endpoints_were_set(endpoints)
-        await weights.log.committed()
+        known.endpoints_were_set(endpoints)
+        await known.log.committed()
         return backend.endpoint_views()
 
     def restore_endpoints(self) -> None:
         """Those that were set before the last end of the process count again."""
         for name, role in self._roles.items():
-            weights, backend = role.weights, role.weights.backend
-            if role.backend is not backend or (endpoints := weights.set_endpoints) is None:
+            known, backend = role.known, role.known.backend
+            if role.backend is not backend or (endpoints := known.endpoints_set) is None:
                 continue
             if isinstance(backend, MovableBackend):
                 logger.info("role %s: its endpoints are the %d that were set last", name, len(endpoints.urls))
@@ -280,13 +280,13 @@ class GenerationGateway:
 
     def endpoints(self) -> dict[str, list[EndpointView]]:
         """Of the roles whose servers can be named."""
-        backends = {name: role.weights.backend for name, role in self._roles.items()}
+        backends = {name: role.known.backend for name, role in self._roles.items()}
         return {
             name: backend.endpoint_views() for name, backend in backends.items() if isinstance(backend, MovableBackend)
         }
 
-    def _check_servers(self, weights: BackendWeights, role: str) -> None:
-        if isinstance(weights.backend, MovableBackend) and not weights.backend.endpoints.urls:
+    def _check_servers(self, known: KnownBackend, role: str) -> None:
+        if isinstance(known.backend, MovableBackend) and not known.backend.endpoints.urls:
             raise FailedPreconditionError(
                 f"role {role!r} has no servers: name them with set_endpoints, or `py-scheduler endpoints {role} URL`"
             )
@@ -295,54 +295,54 @@ class GenerationGateway:
         """Of these roles, or of all. It asks their backends, so it notices a change of weights that nobody has told of,
         also while nothing is generated. Raises NotFoundError.
         """
-        known = [self._known_role(name) for name in roles or self._roles]
-        for weights in {id(role.weights): role.weights for role in known if self.is_up(role.name)}.values():
-            await _look_at(weights)
-        return [await self._known_state(role) for role in known]
+        roles_asked = [self._known_role(name) for name in roles or self._roles]
+        for each in {id(role.known): role.known for role in roles_asked if self.is_up(role.name)}.values():
+            await _look_at(each)
+        return [await self._known_state(role) for role in roles_asked]
 
     async def _known_state(self, role: Role) -> GenerationState:
-        weights = role.weights
-        if not weights.was_heard and self.is_up(role.name):
+        known = role.known
+        if not known.was_heard and self.is_up(role.name):
             try:
-                weights.saw((await weights.backend.model_info()).weight_version)
+                known.saw((await known.backend.model_info()).weight_version)
             except GenerationError as error:
                 logger.warning("the engine in role %s does not say what it serves: %s", role.name, error)
         return GenerationState(
             role=role.name,
-            pause_mode=weights.pause_mode,
-            weight_version=weights.history.version,
-            weight_epoch=weights.history.epoch,
+            pause_mode=known.pause_mode,
+            weight_version=known.history.version,
+            weight_epoch=known.history.epoch,
             running=role.running,
             held=len(role.waiting),
         )
 
-    def _hold(self, weights: BackendWeights, mode: PauseMode) -> None:
-        weights.pause_mode = mode
+    def _hold(self, known: KnownBackend, mode: PauseMode) -> None:
+        known.pause_mode = mode
         for role in self._roles.values():
-            if role.weights is weights:
+            if role.known is known:
                 role.take_back()
         for call in self._calls.values():
-            if call.role.weights is weights:
+            if call.role.known is known:
                 call.was_paused = call.was_paused or (mode is PauseMode.ABORT and call.is_at_backend)
                 if call.clock is not None:
                     call.clock.stop_clock()
 
-    def _release(self, weights: BackendWeights) -> None:
-        weights.pause_mode = None
+    def _release(self, known: KnownBackend) -> None:
+        known.pause_mode = None
         for call in self._calls.values():
-            if call.role.weights is weights and call.clock is not None:
+            if call.role.known is known and call.clock is not None:
                 call.clock.start_clock()
         for role in self._roles.values():
             role.begin_held()
 
-    def _controlled(self, name: str) -> tuple[BackendWeights, GenerationControl]:
-        weights = self._known_role(name).weights
-        if not isinstance(weights.backend, GenerationControl):
+    def _controlled(self, name: str) -> tuple[KnownBackend, GenerationControl]:
+        known = self._known_role(name).known
+        if not isinstance(known.backend, GenerationControl):
             raise FailedPreconditionError(
                 f"the engine in role {name!r} can be neither paused nor given other weights: serve its model with "
                 'SGLang, and set kind = "sglang"'
             )
-        return weights, weights.backend
+        return known, known.backend
 
     def _known_role(self, name: str) -> Role:
         role = self._roles.get(name)
@@ -354,13 +354,13 @@ class GenerationGateway:
         return ", ".join(self._roles) or "none"
 
 
-async def _look_at(weights: BackendWeights) -> None:
+async def _look_at(known: KnownBackend) -> None:
     """Asks the backend which weights it has, if it can say. One that does not answer in time has told nothing."""
-    if not isinstance(weights.backend, GenerationControl):
+    if not isinstance(known.backend, GenerationControl):
         return
     try:
         async with asyncio.timeout(_LOOK_SECONDS):
-            weights.saw(await weights.backend.weight_version())
+            known.saw(await known.backend.weight_version())
     except (GenerationError, TimeoutError) as error:
         logger.warning("an engine does not say which weights it has: %r", error)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from py_scheduler.domain.ports import GenerationBackend
-    from py_scheduler.execution.generation.weights import BackendWeights
+    from py_scheduler.execution.generation.known_backend import KnownBackend
 
 
 class StoppableClock(Protocol):
@@ -54,12 +54,12 @@ class Role:
     awoken: calls that have a place and have not had their turn since, in order.
     """
 
-    __slots__ = ("awoken", "backend", "limit", "name", "running", "waiting", "weights")
+    __slots__ = ("awoken", "backend", "known", "limit", "name", "running", "waiting")
 
-    def __init__(self, name: str, backend: GenerationBackend, weights: BackendWeights, limit: int | None) -> None:
+    def __init__(self, name: str, backend: GenerationBackend, known: KnownBackend, limit: int | None) -> None:
         self.name = name
         self.backend = backend
-        self.weights = weights
+        self.known = known
         self.limit = limit
         self.running = 0
         self.waiting: deque[Call] = deque()
@@ -67,7 +67,7 @@ class Role:
 
     @property
     def may_begin(self) -> bool:
-        return self.weights.pause_mode is None and (self.limit is None or self.running < self.limit)
+        return self.known.pause_mode is None and (self.limit is None or self.running < self.limit)
 
     def entered(self, call: Call) -> bool:
         """Takes a place if there is one. Apart from `waited`, so that a call that need not wait awaits nothing."""

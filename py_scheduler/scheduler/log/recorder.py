@@ -84,8 +84,8 @@ class Recorder:
             logger.info("batch_id %s (%s): every task is done: %s", batch_id, event.submission_id, counts)
 
 
-class RecordedWeights:
-    """Implements `execution.generation.weights.WeightLog`."""
+class RecordedBackends:
+    """Implements `execution.generation.known_backend.BackendLog`."""
 
     def __init__(self, recorder: Recorder, event_log: EventLog, clock: Clock) -> None:
         self._recorder = recorder

@@ -9,7 +9,7 @@ import pytest
 from py_scheduler.domain.generation import FinishReason, PauseMode, WeightUpdate
 from py_scheduler.errors import EngineUnavailableError, FailedPreconditionError, ResourceExhaustedError
 from py_scheduler.execution.generation.gateway import GenerationGateway
-from py_scheduler.execution.generation.weights import ForgetfulWeightLog
+from py_scheduler.execution.generation.known_backend import ForgetfulBackendLog
 from tests.support.fake_clock import settle
 from tests.support.models.controlled_model import ControlledModel
 from tests.support.models.gateway_asking import ALL_MODES, STUDENT, Asking, StoppedTime, spans, update
@@ -274,7 +274,7 @@ def test_the_epoch_of_weights_that_are_forgotten_is_the_oldest_known() -> None:
     assert history.next_epoch("", is_confirmed=True) is None
 
 
-class FullDisk(ForgetfulWeightLog):
+class FullDisk(ForgetfulBackendLog):
     """Nothing can be written down as long as a test says so."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The weights and the pause of a backend, whichever roles it serves."""
+"""What is known of one backend, whichever roles it serves: its weights, its pause, and the servers that were set."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import GenerationBackend
 
 
-class WeightLog(Protocol):
-    """Where changes of weights and of endpoints become facts. `roles` are always all those that rest on one backend."""
+class BackendLog(Protocol):
+    """Where weights and endpoints become facts. `roles` are always all those that rest on one backend."""
 
     def history(self, roles: tuple[str, ...]) -> WeightHistory: ...
 
@@ -34,7 +34,7 @@ class WeightLog(Protocol):
         ...
 
 
-class ForgetfulWeightLog:
+class ForgetfulBackendLog:
     """Keeps the changes in memory only."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class ForgetfulWeightLog:
     async def committed(self) -> None: ...
 
 
-class BackendWeights:
+class KnownBackend:
     """What the gateway knows of one backend.
 
     confirmed: the last update that the backend is known to have loaded; None when the last try did not end well.
@@ -67,7 +67,7 @@ class BackendWeights:
     which weights it has; what was known before a restart may no longer hold.
     """
 
-    def __init__(self, backend: GenerationBackend, roles: tuple[str, ...], log: WeightLog) -> None:
+    def __init__(self, backend: GenerationBackend, roles: tuple[str, ...], log: BackendLog) -> None:
         self.backend = backend
         self.pause_mode: PauseMode | None = None
         self.confirmed: WeightUpdate | None = None
@@ -100,7 +100,7 @@ class BackendWeights:
         self.log.endpoints_are(self._roles, endpoints)
 
     @property
-    def set_endpoints(self) -> Endpoints | None:
+    def endpoints_set(self) -> Endpoints | None:
         """As of its log: those that were set in place of the configuration's."""
         return self.log.endpoints(self._roles)
 
