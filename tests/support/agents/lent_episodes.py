@@ -87,9 +87,11 @@ async def lent(student: GenerationBackend, agent: LendingAgent | None = None, **
 
 @asynccontextmanager
 async def sglang(*scripts: Script) -> AsyncIterator[tuple[ScriptedSglang, SglangBackend]]:
-    """Nothing decodes on afterwards."""
+    """Each token has an event of its own. Nothing decodes on afterwards."""
     settings = SglangSettings(
-        retry=RetrySettings(attempts=2, base_seconds=0.001, max_seconds=0.01), default_max_new_tokens=8
+        retry=RetrySettings(attempts=2, base_seconds=0.001, max_seconds=0.01),
+        default_max_new_tokens=8,
+        stream_interval=1,
     )
     async with ScriptedSglang(opening="<assistant>") as server:
         server.scripts.extend(scripts)
