@@ -11,6 +11,7 @@ neither index nor cache. Three rules hold after every step:
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
@@ -420,10 +421,12 @@ class QueueAndRules(RuleBasedStateMachine):
 
 
 TestQueueRules = QueueAndRules.TestCase
+# 100 examples take 12 s of processor time, of which two busy cores made 64 s: a test may take 120.
+# For a longer run, TEST_QUEUE_EXAMPLES=2000 with `--timeout 0`.
 # A failing run is told as it was drawn, because to shrink it takes longer than a test may. To shrink it, run it again
 # with all phases and `--timeout 0`: .hypothesis remembers the example.
 TestQueueRules.settings = settings(
-    max_examples=100,
+    max_examples=int(os.environ.get("TEST_QUEUE_EXAMPLES", "60")),
     stateful_step_count=40,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     report_multiple_bugs=False,
