@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from py_scheduler.config import Config, collecting, convert_table
 from py_scheduler.domain.generation import STUDENT
 from py_scheduler.domain.limits import ADDRESS_EXAMPLE, is_address
-from py_scheduler.domain.ports import GenerationControl, base_of
+from py_scheduler.domain.ports import CONTROLLED_KINDS_SAID, GenerationControl, base_of
 from py_scheduler.errors import ConfigError, FieldViolation
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check_staleness(config: Config, backends: Backends, faults: list[FieldViolat
     if config.scheduler.staleness and student is not None and not isinstance(base_of(student), GenerationControl):
         reason = (
             "the weights of this student never change, so training would wait for ever: leave it out, or serve the "
-            'student with kind = "sglang"'
+            f"student with {CONTROLLED_KINDS_SAID}"
         )
         faults.append(FieldViolation("scheduler.staleness", reason))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -111,6 +111,11 @@ class GenerationControl(Protocol):
     async def weight_version(self) -> str:
         """As the backend says now; empty when its servers have different ones."""
         ...
+
+
+CONTROLLED_KINDS: Final = ("sglang",)
+"""Each `kind` of a `[generation.ROLE]` table whose backend has GenerationControl. Messages tell users of them."""
+CONTROLLED_KINDS_SAID: Final = "kind = " + " or ".join([f'"{kind}"' for kind in CONTROLLED_KINDS])
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ from py_scheduler.domain.generation import (
     WeightSpan,
     WeightUpdate,
 )
-from py_scheduler.domain.ports import GenerationControl, MovableBackend, ProbedBackend, base_of
+from py_scheduler.domain.ports import CONTROLLED_KINDS_SAID, GenerationControl, MovableBackend, ProbedBackend, base_of
 from py_scheduler.errors import (
     EngineRejectedError,
     EngineUnavailableError,
@@ -339,8 +339,8 @@ class GenerationGateway:
         known = self._known_role(name).known
         if not isinstance(known.backend, GenerationControl):
             raise FailedPreconditionError(
-                f"the engine in role {name!r} can be neither paused nor given other weights: serve its model with "
-                'SGLang, and set kind = "sglang"'
+                f"the engine in role {name!r} can be neither paused nor given other weights: serve its model by "
+                f"{CONTROLLED_KINDS_SAID}"
             )
         return known, known.backend
 

@@ -8,7 +8,7 @@ import runpy
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin
 
 import msgspec
 import pytest
@@ -56,6 +56,34 @@ def test_a_configuration_loads_and_its_batches_fit_its_cluster(name: str) -> Non
         assert pool.max_tokens_for(spec.sample_resource) >= spec.resource.concurrency
 
 
+class Shown(NamedTuple):
+    """A kind of generation backend in the example: under which role, and with which settings.
+
+    beside: keys that are no settings. left_out: settings that it does not show. has_no_default: those whose value there
+    is an example.
+    """
+
+    role: str
+    settings: type[msgspec.Struct]
+    beside: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
+    has_no_default: frozenset[str] = frozenset()
+
+
+SHOWN = {
+    "embedded": Shown("embedded", LlamaCppSettings, frozenset({"gguf_path"}), left_out=frozenset({"threads"})),
+    "sglang": Shown(
+        "teacher",
+        SglangSettings,
+        frozenset({"base_url", "control_urls"}),
+        has_no_default=frozenset({"vocab_size", "context_length"}),
+    ),
+    "with_examples": Shown(
+        "examples", WithExamplesSettings, has_no_default=frozenset({"base", "examples", "instruction"})
+    ),
+}
+
+
 def whole_example() -> str:
     """examples/scheduler.toml with everything that is commented out in it."""
     text = (ROOT / "examples/scheduler.toml").read_text(encoding="utf-8")
@@ -100,14 +128,10 @@ def keys_missing(table: dict[str, Any], target: type[msgspec.Struct], key: str =
 def test_the_example_shows_every_key_of_every_table() -> None:
     tables = tomllib.loads(whole_example())
     assert {key for key in keys_missing(tables, Config) if not key.startswith("eval_dataset.")} == set()
-    assert set(tables["generation"]["teacher"]) == {
-        "kind",
-        "base_url",
-        "control_urls",
-        *SglangSettings.__struct_fields__,
-    }
+    for kind, shown in SHOWN.items():
+        fields = set(shown.settings.__struct_fields__) - shown.left_out
+        assert set(tables["generation"][shown.role]) == {"kind", *shown.beside, *fields}, kind
     assert set(tables["generation"]["fleet"]["fleet"]) == set(FleetSettings.__struct_fields__)
-    assert set(tables["generation"]["examples"]) == {"kind", *WithExamplesSettings.__struct_fields__}
 
 
 def test_what_is_commented_out_shows_the_defaults() -> None:
@@ -132,10 +156,15 @@ def test_what_is_commented_out_shows_the_defaults() -> None:
     assert whole.rollout == msgspec.structs.replace(live.rollout, dagger=DAggerSchedule())
     assert whole.dataset[0] == live.dataset[0]
     assert whole.eval_dataset == live.eval_dataset
-    teacher = dict(whole.generation["teacher"])
-    for key in ("kind", "base_url", "control_urls", "vocab_size", "context_length"):
-        del teacher[key]
-    assert convert_table(teacher, SglangSettings, "generation.teacher") == SglangSettings()
+    for kind, shown in SHOWN.items():
+        table = {
+            key: value for key, value in whole.generation[shown.role].items() if key not in {"kind", *shown.beside}
+        }
+        settings = convert_table(table, shown.settings, f"generation.{shown.role}")
+        for field in msgspec.structs.fields(shown.settings):
+            if field.name not in shown.left_out | shown.has_no_default:
+                default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+                assert getattr(settings, field.name) == default, (kind, field.name)
     fleet = dict(whole.generation["fleet"]["fleet"])
     del fleet["max_concurrency"]
     assert convert_table(fleet, FleetSettings, "generation.fleet.fleet") == FleetSettings()
@@ -144,15 +173,13 @@ def test_what_is_commented_out_shows_the_defaults() -> None:
 def test_the_commented_tables_load_and_show_the_defaults() -> None:
     path = ROOT / "examples/scheduler.toml"
     config = parse_config(whole_example())
-    assert set(config.generation) == {"student", "embedded", "teacher", "fleet", "examples"}
-    assert {table["kind"] for table in config.generation.values()} == set(KINDS)
+    assert {table["kind"] for table in config.generation.values()} == set(KINDS) == set(SHOWN)
+    assert {kind: config.generation[shown.role]["kind"] for kind, shown in SHOWN.items()} == {
+        kind: kind for kind in KINDS
+    }
     faults: list[FieldViolation] = []
     build_generation(config, path.parent, faults)
     assert {fault.field for fault in faults} <= {"generation.embedded.gguf_path"}, "the model may not be fetched yet"
-    embedded = dict(config.generation["embedded"])
-    assert (embedded.pop("kind"), embedded.pop("gguf_path")) == ("embedded", "")
-    assert set(embedded) == set(LlamaCppSettings.__struct_fields__) - {"threads"}
-    assert convert_table(embedded, LlamaCppSettings, "generation.embedded") == LlamaCppSettings()
 
 
 # The SWE recipe's shape
