@@ -23,7 +23,7 @@ from py_scheduler.scheduler.queue.staleness_gate import HeldBatch
 from py_scheduler.scheduler.slices import in_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.task import SubmissionKey
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from py_scheduler.placement import NodeExplanation, PlacementPool
     from py_scheduler.scheduler.ledger.records import TaskRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
-    from py_scheduler.scheduler.queue.entries import ReadyEntry
+    from py_scheduler.scheduler.queue.entries import ReadyEntry, Shape
     from py_scheduler.scheduler.queue.ready_queue import ReadyQueue
     from py_scheduler.scheduler.queue.service_order import Ahead
     from py_scheduler.scheduler.queue.staleness_gate import HeldOrder, StalenessGate
@@ -42,6 +42,8 @@ MAX_NODES_TOLD = 100
 MAX_AHEAD_TOLD = 20
 _STEP = 1_000
 """Batches or attempts that are looked at before the loop may be given back."""
+_MOST_LOOKED_AT = 20_000
+"""Attempts that one view of a submission looks at: it is made in one turn of the loop."""
 _FOREMOST_FIRST = (
     (AttemptState.RUNNING, TaskPhase.RUNNING),
     (AttemptState.LEASED, TaskPhase.LEASED),
@@ -65,35 +67,39 @@ class WaitingReasons:
         """Whether nothing is admitted any more."""
 
     def waiting(self, submission_id: str, limit: int) -> list[WaitingBatch]:
-        """The waiting batches of a submission, in order, each with its reason."""
+        """The waiting batches of a submission, in order, each with its reason: `limit` of them, or fewer if most of
+        what still lies there has ended.
+        """
         ledger, now = self._ledger, self._clock.monotonic()
         found: list[WaitingBatch] = []
-        batches: Iterator[ReadyBatch | HeldBatch] = itertools.chain(
-            self._queue.batches_of(submission_id), self._held(submission_id)
-        )
-        for batch in batches:
+        reasons: dict[tuple[Shape, int], str] = {}
+        looked_at = 0
+        held = () if self._gate is None else self._gate.batches_of(submission_id)
+        for batch in itertools.chain[ReadyBatch | HeldBatch](self._queue.batches_of(submission_id), held):
             live = [attempt.ref.task_id for attempt in batch.attempts if ledger.is_waiting(attempt.ref)]
             if live:
                 queued = batch if isinstance(batch, ReadyBatch) else None
                 found.append(
                     WaitingBatch(
                         task_ids=tuple(dict.fromkeys(live)),
-                        reason=self._why_held(batch.namespace) if queued is None else self._reason(queued),
+                        reason=self._why_held(batch.namespace)
+                        if queued is None
+                        else self._reason_once(queued, reasons),
                         waiting_seconds=now - batch.queued_at,
                         bypassed=0 if queued is None else queued.bypassed,
                     )
                 )
-                if len(found) == limit:
-                    break
+            looked_at += len(batch.attempts)
+            if len(found) == limit or looked_at >= _MOST_LOOKED_AT:
+                break
         return found
 
-    def _held(self, submission_id: str) -> list[HeldBatch]:
-        submission = self._ledger.submission(submission_id)
-        if self._gate is None or submission is None:
-            return []
-        held = self._gate.held(submission.key.namespace)
-        own = [item for item in held if item[1].submission_id == submission_id]
-        return [batch for _, batch in sorted(own, key=lambda item: item[0])]
+    def _reason_once(self, entry: ReadyBatch, reasons: dict[tuple[Shape, int], str]) -> str:
+        """Entries of one submission that want the same wait for the same: the nodes are looked at once for them."""
+        wanted = entry.shape, entry.tokens
+        if wanted not in reasons:
+            reasons[wanted] = self._reason(entry)
+        return reasons[wanted]
 
     async def explain_task(self, task_id: str, namespace: str) -> TaskExplanation:
         """How a task stands, and why it waits if it does. Raises NotFoundError."""
@@ -103,7 +109,7 @@ class WaitingReasons:
                 self._ledger,
                 now=self._clock.monotonic(),
                 reason_of=self._reason,
-                held=[] if self._gate is None else self._gate.held(namespace),
+                gate=self._gate,
                 why_held=self._why_held(namespace),
             )
             return await in_slices(explainer.explain(task_id, namespace))
@@ -163,8 +169,8 @@ class TaskExplainer:
     """Looks at the queue, and at what is held before it, in slices: whatever it tells of was so at some moment of the
     look, and what a task itself waits for at its end.
 
-    now: monotonic seconds. reason_of: why an entry waits, given what is ahead of it. held: the namespace's, each with
-    its place; why_held: why they are. What has ended since it was queued may still lie in either, and is not told.
+    now: monotonic seconds. reason_of: why an entry waits, given what is ahead of it. gate: what holds batches before
+    the queue; why_held: why it does. What has ended since it was queued may still lie in either, and is not told.
     """
 
     def __init__(
@@ -174,7 +180,7 @@ class TaskExplainer:
         *,
         now: float,
         reason_of: Callable[[ReadyEntry, Ahead], str],
-        held: Sequence[tuple[HeldOrder, HeldBatch]] = (),
+        gate: StalenessGate | None = None,
         why_held: str = "",
     ) -> None:
         self._queue = queue
@@ -182,7 +188,7 @@ class TaskExplainer:
         self._ledger = ledger
         self._now = now
         self._reason_of = reason_of
-        self._held = held
+        self._gate = gate
         self._why_held = why_held
         self._is_there = what_is_there(ledger)
 
@@ -224,10 +230,9 @@ class TaskExplainer:
                 reason = self._reason_of(entry, ahead)
                 waits.append(self._wait(entry, reason, entry.bypassed, told, ahead.in_all))
         attempts -= sum([wait.attempts for wait in waits])
-        order_of = {id(batch): order for order, batch in self._held}
-        held = [batch for _, batch in self._held]
+        held = [] if self._gate is None else list(self._gate.batches_of(submission_id))
         for batch in (yield from self._with_attempts_of(task_id, held, attempts)):
-            before, place = yield from self._held_before(order_of[id(batch)])
+            before, place = yield from self._held_before(batch)
             told = yield from self._told_of(before)
             if self._waiting(batch):
                 waits.append(self._wait(batch, self._why_held, 0, told, place))
@@ -249,16 +254,18 @@ class TaskExplainer:
                 yield
         return found
 
-    def _held_before(self, place: HeldOrder) -> Generator[None, None, tuple[list[HeldBatch], int]]:
-        """The first of what is held before a place, and how many there are."""
+    def _held_before(self, batch: HeldBatch) -> Generator[None, None, tuple[list[HeldBatch], int]]:
+        """The first of what is held before a batch, and how many there are."""
+        assert self._gate is not None  # it holds the batch
+        held = self._gate.held(batch.namespace)
         first: list[tuple[HeldOrder, HeldBatch]] = []
         in_all = 0
-        for begin in range(0, len(self._held), _STEP):
-            step = [item for item in self._held[begin : begin + _STEP] if item[0] < place and self._waiting(item[1])]
+        for begin in range(0, len(held), _STEP):
+            step = [item for item in held[begin : begin + _STEP] if item[0] < batch.order and self._waiting(item[1])]
             in_all += len(step)
             first = heapq.nsmallest(MAX_AHEAD_TOLD, first + step, key=lambda item: item[0])
             yield
-        return [batch for _, batch in first], in_all
+        return [before for _, before in first], in_all
 
     def _told_of(self, entries: Iterable[ReadyEntry | HeldBatch]) -> Generator[None, None, list[EntryAhead]]:
         told: list[EntryAhead] = []

@@ -143,9 +143,14 @@ class Flow:
         entries = (item[ENTRY] for heap in self._heaps.values() for item in heap)
         return (entry for entry in entries if not entry.is_gone)
 
-    def heaps(self) -> list[list[Item]]:
-        """The entries of each shape, some of them gone: copies, for a look that takes several turns of the loop."""
-        return [heap.copy() for heap in self._heaps.values()]
+    @property
+    def shapes(self) -> list[Shape]:
+        """Of those that wait."""
+        return list(self._heaps)
+
+    def heap(self, shape: Shape) -> list[Item]:
+        """The entries of one shape, some of them gone: a copy, for a look that takes several turns of the loop."""
+        return self._heaps.get(shape, []).copy()
 
     def charge(self, cost: int) -> None:
         self.virtual_time += cost / self._share

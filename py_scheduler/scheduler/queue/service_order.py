@@ -1,10 +1,10 @@
 """Who is served before an entry of the ready queue, as things stand: for whoever asks why it waits.
 
 It looks at each entry once, in slices, because the queue may be long: a million entries take two seconds, and the loop
-goes on meanwhile. So it tells of the entries that stood there when it began, less those that had gone when it came to
-them. It counts them and keeps only the few that are told of. It takes the entries of another flow to be of one size,
-their average, those of another namespace behind the first 256 too, and what is held to stay so. Training is owed 4
-tokens before an eval's turn, and its 10 batches have 2 tokens on average: 2 of them are ahead.
+goes on meanwhile. So it tells of the entries that stood there when it came to those of their shape. It counts them and
+keeps only the few that are told of. It takes the entries of another flow to be of one size, their average, those of
+another namespace behind the first 256 too, and what is held to stay so. Training is owed 4 tokens before an eval's
+turn, and its 10 batches have 2 tokens on average: 2 of them are ahead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def look_ahead_of(
 
     is_there: whether anything of an entry still waits. The queue cannot say: it is told late of what has ended.
     """
-    # All of one moment: whatever is pushed from here on comes later.
     lines = [_Line(queue, flows, entry, now) for flows in queue.namespaces.values()]
     for line in lines:
         yield from line.count(limit, is_there)
@@ -159,7 +158,6 @@ class _Line:
         self._now = now
         self._has_overdue = flows.is_overdue(flows.foremost(now), now)
         self._counts = {key: _FlowCount(flow) for key, flow in flows.waiting.items()}
-        self._heaps = [(self._counts[key], heap) for key, flow in flows.waiting.items() for heap in flow.heaps()]
         self._oldest: list[Aged] = []
         """The first of those that go first for their age."""
 
@@ -169,7 +167,10 @@ class _Line:
         """limit: how many of the first are to be known."""
         queue, entry = self._queue, self._entry
         kept = max(limit, _MAX_EXACT) if self.namespace != entry.flow[0] else limit
-        for counted, heap in self._heaps:
+        for counted, shape in [(each, shape) for each in self._counts.values() for shape in each.flow.shapes]:
+            heap = counted.flow.heap(shape)
+            if not heap:
+                continue  # They have gone meanwhile.
             some: ReadyEntry = heap[0][ENTRY]  # The others want the same.
             each = queue.shares.level_of(self.namespace, some.shape[0], some.per_sample, 1)
             for begin in range(0, len(heap), _STEP):
@@ -180,7 +181,6 @@ class _Line:
                 ]
                 self._add(counted, items, kept, each)
                 yield
-        self._heaps.clear()
 
     def _add(self, counted: _FlowCount, items: list[Item], kept: int, each: float) -> None:
         """Counts entries of one flow and shape. each: what a token of them adds to the namespace's level."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,7 +27,7 @@ import msgspec
 from py_scheduler.domain.evaluator import EvaluatorSpec
 from py_scheduler.domain.events import AttemptEnded, TrainingResumed, WeightsChanged
 from py_scheduler.execution.attempt import PlannedAttempt
-from py_scheduler.scheduler.queue.entries import CAME, OrderKey
+from py_scheduler.scheduler.queue.entries import ARRIVAL, CAME, OrderKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +43,7 @@ HeldOrder = OrderKey
 class HeldBatch(msgspec.Struct, frozen=True, gc=False):
     """A batch that is not in the queue yet. queued_at: monotonic seconds. Some of it may have been ended meanwhile."""
 
+    order: HeldOrder
     spec: EvaluatorSpec
     attempts: list[PlannedAttempt]
     queued_at: float
@@ -60,43 +60,48 @@ class HeldBatch(msgspec.Struct, frozen=True, gc=False):
 class _NamespaceTraining:
     """One namespace's training.
 
-    through: samples of each subtask that was let through and has not ended. waits_of: of each submission of which
-    something is held, when that came to wait, and of how many batches.
+    through: samples of each subtask that was let through and has not ended. batches_of: the held batches of each
+    submission, by arrival; they come in their order.
     """
 
-    __slots__ = ("ended", "held", "held_attempts", "running", "through", "waits_of")
+    __slots__ = ("batches_of", "ended", "held", "held_attempts", "running", "through")
 
     def __init__(self) -> None:
         self.held: list[tuple[HeldOrder, HeldBatch]] = []
         self.held_attempts = 0
-        self.waits_of: dict[str, tuple[int, int]] = {}
+        self.batches_of: dict[str, dict[int, HeldBatch]] = {}
         self.through: dict[tuple[str, int], int] = {}
         self.running = 0
         self.ended = 0
         """Attempts that ended while they were held, and may still lie there."""
 
-    def push(self, batch: HeldBatch, batch_key: tuple[float, int], arrival: int) -> None:
+    def push(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt], queued_at: float, arrival: int) -> None:
         """As in the queue, what joins a batch that waits stands before batches of the same place that came later."""
-        came, count = self.waits_of.get(batch.submission_id, (arrival, 0))
-        self.waits_of[batch.submission_id] = came, count + 1
-        heapq.heappush(self.held, ((*batch_key, came, arrival), batch))
-        self.held_attempts += len(batch.attempts)
+        first = attempts[0]
+        siblings = self.batches_of.setdefault(first.submission_id, {})
+        came = next(iter(siblings.values())).order[CAME] if siblings else arrival
+        batch = HeldBatch((*first.batch_key, came, arrival), spec, attempts, queued_at)
+        siblings[arrival] = batch
+        heapq.heappush(self.held, (batch.order, batch))
+        self.held_attempts += len(attempts)
 
     def pop(self) -> HeldBatch:
         batch = heapq.heappop(self.held)[1]
-        came, count = self.waits_of.pop(batch.submission_id)
-        if count > 1:
-            self.waits_of[batch.submission_id] = came, count - 1
+        siblings = self.batches_of[batch.submission_id]
+        del siblings[batch.order[ARRIVAL]]
+        if not siblings:
+            del self.batches_of[batch.submission_id]
         self.held_attempts -= len(batch.attempts)
         return batch
 
-    def keep(self, held: list[tuple[HeldOrder, HeldBatch]]) -> None:
-        """Of all that is held."""
-        self.held = held
-        heapq.heapify(held)
-        self.held_attempts = sum([len(batch.attempts) for _, batch in held])
-        counts = Counter(batch.submission_id for _, batch in held)
-        self.waits_of = {batch.submission_id: (order[CAME], counts[batch.submission_id]) for order, batch in held}
+    def keep(self, held: list[HeldBatch]) -> None:
+        """Of all that is held. They come as `batches_of` has them."""
+        self.held = [(batch.order, batch) for batch in held]
+        heapq.heapify(self.held)
+        self.held_attempts = sum([len(batch.attempts) for batch in held])
+        self.batches_of = {}
+        for batch in held:
+            self.batches_of.setdefault(batch.submission_id, {})[batch.order[ARRIVAL]] = batch
         self.ended = 0
 
     def let_through(self, attempts: list[PlannedAttempt]) -> None:
@@ -150,7 +155,7 @@ class StalenessGate:
         training.let_through(begun)
         new = [attempt for attempt in attempts if attempt.ref.attempt_no == 1] if begun else attempts
         if new:
-            training.push(HeldBatch(spec, new, queued_at), first.batch_key, next(self._arrivals))
+            training.push(spec, new, queued_at, next(self._arrivals))
         return begun
 
     def let_go(self) -> Iterator[HeldBatch]:
@@ -166,12 +171,20 @@ class StalenessGate:
         """What is still to be run of it, if anything is."""
         attempts = [attempt for attempt in batch.attempts if self._ledger.is_waiting(attempt.ref)]
         if attempts:
-            yield HeldBatch(batch.spec, attempts, batch.queued_at)
+            yield HeldBatch(batch.order, batch.spec, attempts, batch.queued_at)
 
     def _forget_ended(self, training: _NamespaceTraining) -> None:
-        training.keep([(order, live) for order, batch in training.held for live in self._live(batch)])
+        every = [batch for siblings in training.batches_of.values() for batch in siblings.values()]
+        training.keep([live for batch in every for live in self._live(batch)])
 
     # Questions
+
+    def batches_of(self, submission_id: str) -> Iterable[HeldBatch]:
+        """What is held of a submission, in order; some of it ended."""
+        for training in self._trainings.values():
+            if submission_id in training.batches_of:
+                return training.batches_of[submission_id].values()
+        return ()
 
     def held(self, namespace: str) -> list[tuple[HeldOrder, HeldBatch]]:
         """What is held, each with its place, in no order, and some of it ended: a copy, for a look that takes several

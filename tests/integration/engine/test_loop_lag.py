@@ -14,6 +14,8 @@ from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import TaskState
 from py_scheduler.errors import AlreadyExistsError
 from py_scheduler.placement import PlacementPool
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings
+from py_scheduler.scheduler.queue import explanations
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.fake_clock import settle
 from tests.support.handlers import GatedAgent, spec_of
@@ -152,6 +154,58 @@ async def test_four_explanations_and_a_lease_before_a_long_queue_while_the_loop_
         lease = acquired.result()
         assert lease.state is LeaseState.PENDING
         assert "are ahead of it" in lease.reason
+        agent.gate.set()
+
+
+async def test_looks_at_what_is_held_as_too_stale_while_the_loop_goes_on() -> None:
+    agent, pool = GatedAgent(), pool_of(*map(str, range(300)))
+    specs = [on_a_gpu(agent, f"gpu{number}") for number in range(4)]
+    settings = EngineSettings(staleness={"default": StalenessSettings(max_staleness=0, step_size=1)})
+    async with running_engine(*specs, pool=pool, settings=settings) as harness:
+        reply = await harness.submit([task_of(task_type=f"gpu{number % 4}") for number in range(2_000)], 1)
+        await harness.until_started(reply, 1)
+        gate = harness.engine._gate
+        assert gate is not None
+        while len(held := [batch for _, batch in gate.held("default")]) < 1_999:  # noqa: ASYNC110 -- a submit goes on in slices
+            await asyncio.sleep(0)
+        for number in range(300_000):  # A submit of so many takes long.
+            gate.hold(specs[number % 4], held[number % len(held)].attempts, 0.0)
+        with LoopLag() as lag:
+            explanation = await harness.engine.explain_task(reply.task_ids[-1], "default")
+            view = harness.engine.submission(harness.selector(reply))
+        assert lag.worst_seconds < LIMIT_SECONDS
+        (wait,) = explanation.waits
+        assert (wait.ahead_in_all, len(wait.ahead)) == (1_998, 20)
+        assert [batch.task_ids for batch in view.waiting] == [(task_id,) for task_id in reply.task_ids[1:101]]
+        agent.gate.set()
+
+
+async def test_a_view_of_what_waits_for_one_of_many_nodes_while_the_loop_goes_on() -> None:
+    agent, pool = GatedAgent(), pool_of("gpu")
+    for number in range(2_000):
+        pool.add_node(NodeResource(node_ip=f"cpu{number}", gpus=[], cpu=64, memory_gb=64))
+    specs = [on_a_gpu(agent, f"gpu{number}") for number in range(4)]
+    async with running_engine(*specs, pool=pool) as harness:
+        reply = await harness.submit([task_of(task_type=f"gpu{number % 4}") for number in range(200)], 1)
+        await harness.until_started(reply, 1)
+        with LoopLag() as lag:
+            view = harness.engine.submission(harness.selector(reply))
+        assert lag.worst_seconds < LIMIT_SECONDS
+        assert len(view.waiting) == 100
+        assert all("short of gpu on 2001 nodes" in batch.reason for batch in view.waiting)
+        agent.gate.set()
+
+
+async def test_a_view_looks_at_no_more_of_what_was_aborted_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = GatedAgent()
+    async with running_engine(on_a_gpu(agent), pool=pool_of("node")) as harness:
+        first = await harness.submit([task_of()] * 2, 1)
+        await harness.until_started(first, 1)
+        reply = await harness.submit([task_of()] * 20, 2)
+        await harness.engine.abort(abort_of(harness, reply, "a", *reply.task_ids[:10]))
+        assert len(harness.engine.submission(harness.selector(reply)).waiting) == 10
+        monkeypatch.setattr(explanations, "_MOST_LOOKED_AT", 14)
+        assert len(harness.engine.submission(harness.selector(reply)).waiting) == 4
         agent.gate.set()
 
 
