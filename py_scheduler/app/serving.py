@@ -21,7 +21,7 @@ from py_scheduler.app.backends import base_role
 from py_scheduler.app.building import build
 from py_scheduler.app.journal import state_dir_of
 from py_scheduler.app.loop_watchdog import LoopWatchdog
-from py_scheduler.domain.ports import MovableBackend
+from py_scheduler.domain.ports import MovableBackend, ProbedBackend
 from py_scheduler.errors import ConfigError, EngineUnavailableError, first_of
 from py_scheduler.execution.containment import contained_task
 from py_scheduler.knobs import hand_set_warnings
@@ -143,8 +143,11 @@ async def _start_backend(parts: Parts, role: str, ready: dict[str, asyncio.Event
     kind = table.get("kind", type(backend).__name__)
     place = table.get("base_url") or ", ".join(table.get("base_urls", ()))
     if isinstance(backend, MovableBackend):
-        place = ", ".join(backend.endpoints.urls) or "no server yet"
-    _log.info("engine %s: %s is loading%s", role, kind, place and f" at {place}")
+        place = ", ".join(backend.endpoints.urls)
+    if isinstance(backend, MovableBackend) and not place:
+        _log.info("engine %s: no server of it is named yet: `py-scheduler endpoints %s URL` names some", role, role)
+    else:
+        _log.info("engine %s: %s is loading%s", role, kind, place and f" at {place}")
     begun = time.monotonic()
     try:
         await backend.start()
@@ -152,7 +155,10 @@ async def _start_backend(parts: Parts, role: str, ready: dict[str, asyncio.Event
         key = next((name for name in ("base_url", "base_urls") if name in table), "kind")
         raise EngineUnavailableError(f"generation.{role}.{key}: the engine does not start: {error}") from error
     ready[role].set()
-    _log.info("engine %s: %s is ready after %.1f s", role, kind, time.monotonic() - begun)
+    if isinstance(backend, ProbedBackend) and not backend.is_up:
+        _log.info("engine %s: none of its servers is up yet; generations wait for one", role)
+    else:
+        _log.info("engine %s: %s is ready after %.1f s", role, kind, time.monotonic() - begun)
 
 
 async def _cancel_upon(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

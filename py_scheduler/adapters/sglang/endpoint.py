@@ -206,6 +206,8 @@ class Endpoint:
                 return
             if self.state is EndpointState.SET_ASIDE:
                 logger.warning("%s is back and gets generations again", self.base_url)
+            else:
+                logger.info("%s is up and gets generations", self.base_url)
             self.info, self.state, self.reason = info, EndpointState.UP, ""
         self._reported = requests, own
         self.is_silent = False
@@ -220,6 +222,9 @@ class Endpoint:
             else:
                 self.is_silent = True
         elif self.state is EndpointState.WARMING_UP and self._clock.monotonic() < self._deadline:
+            if self.reason != str(error):
+                left = self._deadline - self._clock.monotonic()
+                logger.info("%s is not up yet and has %.0f s more to come up: %s", self.base_url, left, error)
             self.reason = str(error)
         else:
             self._set_aside(str(error))

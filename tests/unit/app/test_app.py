@@ -13,6 +13,7 @@ import pytest
 
 from py_scheduler import app
 from py_scheduler.adapters.memory_journal import MemoryJournal
+from py_scheduler.adapters.sglang.fleet import SglangFleet
 from py_scheduler.app import building
 from py_scheduler.client import SchedulerClient
 from py_scheduler.config import Config, parse_config
@@ -82,7 +83,7 @@ class StartingBackend:
         self._diary.append(f"{self._name} closed")
 
 
-def parts_of(**backends: StartingBackend) -> app.Parts:
+def parts_of(**backends: StartingBackend | SglangFleet) -> app.Parts:
     nothing = cast("Any", None)
     return app.Parts(
         backends=cast("dict[str, GenerationBackend]", backends),
@@ -116,6 +117,16 @@ async def test_engines_are_started_together_and_closed_after(caplog: pytest.LogC
         "engine a: StartingBackend is ready",
     ]
     assert await start(parts_of(), asyncio.Event())
+
+
+async def test_an_engine_of_which_no_server_is_up_is_not_called_ready(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "py_scheduler")
+    fleet = SglangFleet([])
+    assert await start(parts_of(student=fleet), asyncio.Event())
+    assert caplog.messages == [
+        "engine student: no server of it is named yet: `py-scheduler endpoints student URL` names some",
+        "engine student: none of its servers is up yet; generations wait for one",
+    ]
 
 
 async def test_one_engine_that_fails_ends_the_start_of_the_others_before_they_are_closed() -> None:

@@ -57,6 +57,15 @@ async def test_what_is_asked_before_there_is_a_server_waits_for_one_and_no_limit
         assert (ids, info.name) == ([97, 98], "tiny")  # type: ignore[attr-defined]
 
 
+async def test_the_log_says_what_is_waited_for_and_what_comes_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "py_scheduler")
+    async with servers(1) as (server,), fleet_on(warm_up_seconds=60.0) as (fleet, _):
+        fleet.set_endpoints(named(server, "http://127.0.0.1:9"))
+        await eventually(lambda: f"{server.base_url} is up and gets generations" in caplog.messages)
+        (waiting,) = (message for message in caplog.messages if " is not up yet" in message)
+        assert waiting.startswith("http://127.0.0.1:9 is not up yet and has 60 s more to come up: ")
+
+
 async def test_what_has_waited_is_shared_by_all_that_are_named_together() -> None:
     async with servers(3) as (first, second, third), fleet_on() as (fleet, _):
         waiting = start(fleet, [f"r{n}" for n in range(8)])
