@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -51,8 +52,8 @@ class Endpoint:
     ) -> None:
         self.backend = backend
         self.state = EndpointState.WARMING_UP
-        self.is_draining = False
-        """It was removed from the fleet, and is closed once it is idle."""
+        self.removed_at = math.inf
+        """When; infinite while it is named."""
         self.info: ModelInfo | None = None
         """As it was when it last came up; None before it ever did."""
         self.in_flight = 0
@@ -95,6 +96,15 @@ class Endpoint:
     @property
     def base_url(self) -> str:
         return self.backend.base_url
+
+    def set_named(self, is_named: bool) -> None:
+        """Whether it is one of the fleet's, or was removed."""
+        self.removed_at = math.inf if is_named else min(self.removed_at, self._clock.monotonic())
+
+    @property
+    def is_draining(self) -> bool:
+        """It was removed from the fleet, and is closed once it is idle."""
+        return self.removed_at < math.inf
 
     @property
     def is_up(self) -> bool:
@@ -184,7 +194,8 @@ class Endpoint:
                 self._was_seen(requests, own, info)
         finally:
             self._looking = None
-            if not self.first_look.is_set():
+            # Also one that drains may have had only this to wait for.
+            if self.is_draining or not self.first_look.is_set():
                 self.first_look.set()
                 self._on_change()
             self._look_after(self._wait_seconds())
@@ -204,7 +215,7 @@ class Endpoint:
             except GenerationError as error:
                 self._set_aside(str(error))
                 return
-            if self.state is EndpointState.SET_ASIDE:
+            if self.state is EndpointState.SET_ASIDE and not self.is_draining:
                 logger.warning("%s is back and gets generations again", self.base_url)
             else:
                 logger.info("%s is up and gets generations", self.base_url)

@@ -88,7 +88,7 @@ class SglangFleet(FleetControl):
         self._members = Members(
             Endpoints(urls=tuple(base_urls), control_urls=tuple(control_urls)),
             make=self._make_endpoint,
-            may_leave=lambda endpoint: self._paused_in is None or endpoint not in self._to_resume,
+            may_leave=self._may_leave,
             named_again=self._named_again,
             let_go=self._let_go,
         )
@@ -151,7 +151,7 @@ class SglangFleet(FleetControl):
         return [endpoint.view for endpoint in self._endpoints]
 
     def _make_endpoint(self, base_url: str, control_urls: tuple[str, ...]) -> Endpoint:
-        return Endpoint(
+        endpoint = Endpoint(
             SglangBackend(base_url, control_urls=control_urls, settings=self._settings),
             self._fleet,
             self._clock,
@@ -159,13 +159,15 @@ class SglangFleet(FleetControl):
             admit=self._admit,
             on_change=self._endpoint_changed,
         )
+        self._has_come(endpoint)
+        return endpoint
 
     def _named_again(self, endpoint: Endpoint) -> None:
         if self._misses_weights(endpoint, endpoint.weight_version):
             endpoint.failed("has missed an update of the weights while it was removed")
 
     def _let_go(self, endpoint: Endpoint) -> None:
-        self._to_resume.discard(endpoint)
+        self._has_left(endpoint)
         self._choice.forget(endpoint)
         self._closing.clean_up(endpoint.close())  # type: ignore[unused-awaitable]
 
@@ -372,6 +374,7 @@ class SglangFleet(FleetControl):
             )
 
     def _endpoint_changed(self) -> None:
+        self._members.let_go_of_idle()
         self._changed.set()
         self._serve_waiters()
 

@@ -9,6 +9,9 @@ Invariants
 - What the fleet was given is known as long as the process lives. A new one takes endpoints as they are: nobody could
   give them anything, and where all were started anew, holding them back would leave a trainer none to push to.
 - A pause that fails leaves no endpoint paused that takes generations.
+- A server that may be paused hears the end of the pause, however that comes: `_to_resume` has its endpoint until then.
+  Outside a pause no endpoint in it is up, and one that was removed leaves only when it is out of it. After
+  UNTOLD_SECONDS it leaves all the same, and `_left_paused` keeps the addresses for whoever is named there again.
 - An endpoint that drains is paused and goes on with the others, and gets no other weights.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -29,24 +33,31 @@ if TYPE_CHECKING:
     from py_scheduler.adapters.sglang.backend import SglangBackend
     from py_scheduler.adapters.sglang.endpoint import Endpoint
     from py_scheduler.domain.generation import ModelInfo, PauseMode, WeightUpdate
+    from py_scheduler.domain.ports import Clock
 
 FIRST_LOOK_SECONDS = 20.0
 """One that does not answer its first question in that time is not up for whoever asks."""
+UNTOLD_SECONDS = 600.0
+"""How long a removed endpoint is asked to hear the end of a pause: its server may be gone for good."""
 
 logger = logging.getLogger(__name__)
 
 
 class FleetControl:
-    """The GenerationControl that is part of SglangFleet, which owns `_endpoints`."""
+    """The GenerationControl that is part of SglangFleet, which owns `_endpoints` and `_clock`."""
 
     _endpoints: Sequence[Endpoint]
+    _clock: Clock
     _update: WeightUpdate | None = None
     _wanted_version = ""
     """Of the update, or of what was pushed since; empty: nobody has said."""
     _paused_in: PauseMode | None = None
 
     def __init__(self) -> None:
-        self._to_resume: set[Endpoint] = set()
+        self._to_resume: dict[Endpoint, float] = {}
+        """With the time since when each misses the end of a pause; infinite while it misses none."""
+        self._left_paused: set[str] = set()
+        """What was told to pause, and was let go of before it heard the end."""
 
     def _let_go_of_idle(self) -> None:
         """Endpoints that drain and had to hear of the end of a pause may leave now."""
@@ -55,7 +66,9 @@ class FleetControl:
     async def pause(self, mode: PauseMode) -> None:
         """Where no endpoint was ever up nothing is generated; one that comes up meanwhile is paused first."""
         was_paused_in, self._paused_in = self._paused_in, mode
-        self._to_resume.update(each for each in self._endpoints if each.is_up)
+        for endpoint in self._endpoints:
+            if endpoint.is_up:
+                self._to_resume.setdefault(endpoint, math.inf)
         try:
             if self._was_any_up():
                 await self._tell(self._up(), lambda backend: backend.pause(mode))
@@ -66,26 +79,58 @@ class FleetControl:
 
     async def _undo_pause(self) -> None:
         """Those that obeyed go on now or, where that fails too, before they are up again."""
-        self._paused_in = None
-        endpoints = [each for each in self._to_resume if each.is_up]
-        answers = await asyncio.gather(*(each.backend.resume() for each in endpoints), return_exceptions=True)
-        for endpoint, answer in zip(endpoints, answers, strict=True):
-            if answer is None:
-                self._to_resume.discard(endpoint)
-            else:
-                endpoint.failed(f"a pause that failed was not undone: {answer}")
-        self._let_go_of_idle()
+        await self._end_pause()
 
     async def resume(self) -> None:
-        """Also when no endpoint obeys, or is up: none comes up again that has not been told."""
+        """Also when no endpoint obeys, or is up: none comes up again that has not been told. Raises EngineRejectedError
+        when one refuses.
+        """
+        refusals = [error for error in await self._end_pause() if isinstance(error, EngineRejectedError)]
+        if refusals:
+            raise refusals[0]
+
+    async def _end_pause(self) -> list[GenerationError]:
+        """What the endpoints answered that did not obey. These are set aside."""
         self._paused_in = None
+        up, now = [each for each in self._endpoints if each.is_up], self._clock.monotonic()
+        for endpoint in (*up, *self._to_resume):
+            self._to_resume[endpoint] = min(now, self._to_resume.get(endpoint, math.inf))
         try:
-            if self._was_any_up():
-                self._to_resume -= await self._tell(self._up(), lambda backend: backend.resume())
-        except EngineUnavailableError as error:
-            logger.warning("the end of the pause reached no endpoint yet: %s", error)
+            answers = await asyncio.gather(*map(self._tell_end_of_pause, up))
         finally:
             self._let_go_of_idle()
+        return [answer for answer in answers if answer is not None]
+
+    async def _tell_end_of_pause(self, endpoint: Endpoint) -> GenerationError | None:
+        try:
+            await endpoint.backend.resume()
+        except GenerationError as error:
+            endpoint.failed(f"has not heard the end of a pause: {error}")
+            return error
+        except asyncio.CancelledError:
+            endpoint.failed("the end of a pause was broken off")
+            raise
+        if self._paused_in is None:
+            self._to_resume.pop(endpoint, None)
+        return None
+
+    def _may_leave(self, endpoint: Endpoint) -> bool:
+        """Of one that was removed."""
+        missed_at = self._to_resume.get(endpoint)
+        if missed_at is None:
+            return True
+        return self._clock.monotonic() - max(missed_at, endpoint.removed_at) >= UNTOLD_SECONDS
+
+    def _has_left(self, endpoint: Endpoint) -> None:
+        if self._to_resume.pop(endpoint, None) is not None:
+            self._left_paused |= _told(endpoint)
+
+    def _has_come(self, endpoint: Endpoint) -> None:
+        """Servers that it is, or has behind it, may be paused since they were reached by another one."""
+        untold = self._left_paused.union(*map(_told, self._to_resume))
+        if not untold.isdisjoint(_told(endpoint)):
+            self._to_resume[endpoint] = self._clock.monotonic()
+            self._left_paused -= _told(endpoint)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         before = self._update, self._wanted_version
@@ -98,7 +143,7 @@ class FleetControl:
             raise
         except asyncio.CancelledError:
             # Nobody heard which of them has loaded it: each is asked, and told again if need be, before it comes up.
-            for endpoint in self._endpoints:
+            for endpoint in tuple(self._endpoints):
                 endpoint.failed("an update of its weights was broken off")
             raise
 
@@ -144,11 +189,13 @@ class FleetControl:
             info = await self._of_all_workers(endpoint, await backend.refresh_model_info())
         if (mode := self._paused_in) is not None:
             # Also one that has heard of this pause: its server may be another since.
-            self._to_resume.add(endpoint)
+            self._to_resume.setdefault(endpoint, math.inf)
             await backend.pause(mode)
+            if self._paused_in is not None:
+                self._to_resume[endpoint] = math.inf
         elif self._misses_resume(endpoint):
             await backend.resume()
-            self._to_resume.discard(endpoint)
+            self._to_resume.pop(endpoint, None)
         return info
 
     async def _of_all_workers(self, endpoint: Endpoint, info: ModelInfo) -> ModelInfo:
@@ -207,7 +254,7 @@ class FleetControl:
         return self._up(draining=False)
 
     def _was_any_up(self) -> bool:
-        return any(endpoint.info is not None for endpoint in self._endpoints)
+        return any(each.info is not None for each in self._endpoints if each.is_up or not each.is_draining)
 
     def _up(self, *, draining: bool = True) -> list[Endpoint]:
         """draining: with those that drain. Raises EngineUnavailableError when there is none."""
@@ -215,3 +262,8 @@ class FleetControl:
         if not up:
             raise EngineUnavailableError("no endpoint is up")
         return up
+
+
+def _told(endpoint: Endpoint) -> frozenset[str]:
+    """The servers that hear what the endpoint is told."""
+    return frozenset(endpoint.backend.control_urls or (endpoint.base_url,))

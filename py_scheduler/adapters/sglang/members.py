@@ -5,7 +5,7 @@ Invariants
 - `endpoints` holds those that are named, each once, and those that were removed and are not idle yet: these drain.
 - A server that is named again while it drains goes on as it was, with all that it runs.
 - A removed one is closed once it is idle, and not before `may_leave` says so: one whose server was told to pause is to
-  be told of the end.
+  hear the end.
 - What a server is, is its address with those of the workers behind it: a router with other workers is another one.
 """
 
@@ -69,7 +69,7 @@ class Members:
         present = {_key_of(endpoint): endpoint for endpoint in self.endpoints}
         again = [endpoint for key, endpoint in present.items() if endpoint.is_draining and key in keys]
         for key, endpoint in present.items():
-            endpoint.is_draining = key not in keys
+            endpoint.set_named(key in keys)
         for key in keys:
             if key not in present:
                 self._add(self._make(*key))

@@ -351,15 +351,6 @@ async def test_a_server_removed_in_a_pause_is_told_of_its_end_before_it_leaves()
         assert [view.url for view in fleet.endpoint_views()] == [second.base_url]
 
 
-async def test_a_server_removed_in_a_pause_that_is_gone_by_its_end_leaves_all_the_same() -> None:
-    async with controlled() as (fleet, _, first, second):
-        await fleet.pause(PauseMode.RETRACT)
-        fleet.set_endpoints(named(second))
-        first.control_status = 500
-        await fleet.resume()
-        assert [view.url for view in fleet.endpoint_views()] == [second.base_url]
-
-
 # -- weights that the trainer pushes
 
 
