@@ -2,6 +2,9 @@
 
 mod support;
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
+
 use placement_core::{Demand, Lease, NodeSpec, Pool};
 use proptest::prelude::*;
 
@@ -128,6 +131,48 @@ fn any_demand(gpu: usize, rest: usize, wanted: usize) -> (Demand, PlainDemand) {
 /// GPUs, and positions in the tables of cores, GiB and extras.
 type Node = (u32, usize, usize, usize);
 
+fn spec(name: &str, (gpus, cpu, memory, supplied): Node) -> NodeSpec {
+    let ids: Vec<i64> = (0..i64::from(gpus)).rev().collect();
+    let mut spec = NodeSpec::new(name, ids, CPUS[cpu] as f64, MEMORIES[memory] as f64);
+    let extras = SUPPLIED[supplied];
+    for (name, count) in NAMES.into_iter().zip(extras.named) {
+        spec = spec.with_resource(name, count);
+    }
+    for (key, value) in LABELS.into_iter().zip(extras.labels) {
+        spec.labels.extend(value.map(|value| (key.to_string(), value.to_string())));
+    }
+    spec
+}
+
+/// The numbers in the fields of these values, by field, that are the same in all of them.
+fn never_varied<T: Debug>(drawn: impl Iterator<Item = T>) -> Vec<String> {
+    let mut seen: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for value in drawn {
+        // With `#` each field of the value itself stands in a line that four spaces begin.
+        for line in format!("{value:#?}").lines() {
+            let Some((field, value)) = line.strip_prefix("    ").and_then(|field| field.split_once(": "))
+            else {
+                continue;
+            };
+            let value = value.trim_end_matches(',');
+            if !field.starts_with(' ') && value.parse::<f64>().is_ok() {
+                seen.entry(field.to_string()).or_default().insert(value.to_string());
+            }
+        }
+    }
+    seen.into_iter().filter(|(_, values)| values.len() == 1).map(|(field, _)| field).collect()
+}
+
+/// A kind that these tests do not know would be the same in every demand and on every node.
+#[test]
+fn every_kind_of_room_is_drawn() {
+    let demands = (0..GPUS.len()).flat_map(|gpu| (0..REST.len()).map(move |rest| any_demand(gpu, rest, 0).0));
+    assert_eq!(never_varied(demands), ["concurrency"], "of a sample it is 1");
+    let nodes =
+        (0..CPUS.len()).flat_map(|cpu| (0..MEMORIES.len()).map(move |memory| spec("n", (1, cpu, memory, 0))));
+    assert_eq!(never_varied(nodes), [] as [&str; 0]);
+}
+
 /// Both pools, and the leases of both: a token of the plain one is gone once released.
 struct Twins {
     pool: Pool,
@@ -149,17 +194,8 @@ impl Twins {
     fn add(&mut self, (gpus, cpu, memory, supplied): Node) {
         let name = format!("n{}", self.added);
         self.added += 1;
-        let ids: Vec<i64> = (0..i64::from(gpus)).rev().collect();
-        let mut spec = NodeSpec::new(name.clone(), ids, CPUS[cpu] as f64, MEMORIES[memory] as f64);
-        let extras = SUPPLIED[supplied];
-        for (name, count) in NAMES.into_iter().zip(extras.named) {
-            spec = spec.with_resource(name, count);
-        }
-        for (key, value) in LABELS.into_iter().zip(extras.labels) {
-            spec.labels.extend(value.map(|value| (key.to_string(), value.to_string())));
-        }
-        self.pool.add_node(&spec).unwrap();
-        self.plain.add(&name, gpus, CPUS[cpu] * 1_000, MEMORIES[memory] * 1_024, extras);
+        self.pool.add_node(&spec(&name, (gpus, cpu, memory, supplied))).unwrap();
+        self.plain.add(&name, gpus, CPUS[cpu] * 1_000, MEMORIES[memory] * 1_024, SUPPLIED[supplied]);
     }
 
     fn acquire(&mut self, gpu: usize, rest: usize, wanted: usize, count: usize) {

@@ -52,7 +52,7 @@ def has_test(name: str) -> bool:
         return False
     found = [path for path in files_of_tests() if f"/{path.as_posix()}".endswith(f"/{match.group(1)}")]
     wanted = match.group(2)
-    pattern = rf"(?m)^\s*(?:async )?(?:def|class) {wanted}\b|^{wanted} = "
+    pattern = rf"(?m)^\s*(?:async )?(?:def|class|fn) {wanted}\b|^{wanted} = "
     return len(found) == 1 and (not wanted or bool(re.search(pattern, found[0].read_text(encoding="utf-8"))))
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[3]
 
 
-CONFIGURATIONS = [f"examples/{name}.toml" for name in ("scheduler", "demo", "dagger_loop", "swe")] + [
+CONFIGURATIONS = [f"examples/{name}.toml" for name in ("scheduler", "demo", "dagger_loop", "swe", "sglang/demo")] + [
     "benches/noop.toml"
 ]
 
@@ -54,6 +54,19 @@ def test_a_configuration_loads_and_its_batches_fit_its_cluster(name: str) -> Non
     assert [fault for fault in faults if not fault.field.endswith("handler_args.sandbox")] == []
     for spec in specs:
         assert pool.max_tokens_for(spec.sample_resource) >= spec.resource.concurrency
+
+
+def test_the_server_in_the_readme_loads_and_its_batches_fit_its_cluster() -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (text,) = [block for block in blocks if "[cluster.layout]" in block]
+    config = parse_config(text)
+    pool = build_pool(config, ROOT)
+    assert pool is not None
+    (evaluator,) = config.evaluator
+    assert evaluator.run_resource is not None
+    assert evaluator.eval_resource is not None
+    sample = evaluator.run_resource.field_max(evaluator.eval_resource)
+    assert pool.max_tokens_for(sample) >= evaluator.resource.concurrency
 
 
 class Shown(NamedTuple):
