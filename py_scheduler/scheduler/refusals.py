@@ -6,7 +6,7 @@ Invariants
   1. What is still to be refused waits in the ready queue like everything else. A node that comes back in between finds
      it there, and then it is not refused.
   2. One that no node can hold stands in nobody's way in the queue: `Room.fits_ever` is false for it. So what was ended
-     is left out of the queue once, when all of it has been ended.
+     is left out of the queue once, when all of it has been ended, or a node came back before that.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Refusals:
         """Evaluators that no node can hold, as the log says already."""
         self._work: deque[Generator[None, None, None]] = deque()
         """Each looks at what may have to be refused. What has not is passed over."""
+        self._refused: list[str] = []
+        """Tasks of which attempts were ended, to be left out of the queue."""
         self._at_work: asyncio.Task[None] | None = None
 
     def nodes_have_changed(self) -> None:
@@ -90,7 +92,11 @@ class Refusals:
             self._at_work = asyncio.get_running_loop().create_task(in_slices(self._work_off()), name="refusals")
 
     def _work_off(self) -> Generator[None, None, None]:
-        while self._work:
+        while self._work or self._refused:
+            if not self._work:
+                self._admission.leave_out(self._refused.pop())
+                yield
+                continue
             work = self._work[0]
             for _ in work:
                 yield
@@ -99,7 +105,7 @@ class Refusals:
             else:
                 self._work.popleft()
         self._at_work = None
-        self._admission.attempts_were_ended(())
+        self._admission.attempts_were_ended()
 
     def _refuse_all(self) -> Generator[None, None, None]:
         lost: dict[str, str] = {}
@@ -119,6 +125,7 @@ class Refusals:
             for subtask_no, subtask in enumerate(record.subtasks):
                 if subtask.state is _QUEUED and (reason := self._intake.why_never(spec)):
                     self._refuse(spec, record, subtask_no, reason)
+                    self._refused.append(record.task_id)
                 yield
 
     def _refuse(self, spec: EvaluatorSpec, record: TaskRecord, subtask_no: int, reason: str) -> None:

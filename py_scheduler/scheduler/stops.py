@@ -5,13 +5,15 @@ Invariants
      told to stop.
   2. However many tasks are stopped, the loop goes on meanwhile. First all of them are called stopped: from then on none
      of them begins anything. Then they end, one by one. A restart ends what was called stopped and had not ended.
-  3. Each open task with a `task_deadline_seconds` has one timer, also after a restart.
+  3. Each open task with a `task_deadline_seconds` has one timer, also after a restart. Those that were accepted
+     together share it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -57,19 +59,25 @@ class _Abort(NamedTuple):
 
 
 class TaskDeadline:
-    """When a task ends, whatever it is at."""
+    """When tasks of one submission end, whatever they are at: those that were accepted together share it.
 
-    __slots__ = ("_ledger", "seconds", "submission_id", "task_id")
+    when: monotonic seconds.
+    """
 
-    def __init__(self, ledger: LedgerState, submission_id: str, task_id: str, seconds: float) -> None:
+    __slots__ = ("_ledger", "seconds", "submission_id", "task_ids", "when")
+
+    def __init__(self, ledger: LedgerState, submission_id: str, seconds: float, when: float) -> None:
         self._ledger = ledger
         self.submission_id = submission_id
-        self.task_id = task_id
         self.seconds = seconds
+        self.when = when
+        self.task_ids: list[str] = []
 
     @property
     def is_over(self) -> bool:
-        return self._ledger.task(self.task_id) is None
+        while self.task_ids and self._ledger.task(self.task_ids[-1]) is None:
+            self.task_ids.pop()
+        return not self.task_ids
 
 
 class Stops:
@@ -85,35 +93,69 @@ class Stops:
         self._admission = admission
         self._clock = clock
         self._task_deadlines: Deadlines[TaskDeadline] = Deadlines(clock, self._on_task_deadline)
+        self._armed_last: TaskDeadline | None = None
+        self._due: list[TaskDeadline] = []
+        """What has come, to be stopped in the next turn."""
         self._backlog = Backlog()
         self._under_way: dict[tuple[str, str], _Abort] = {}
         """Aborts that take several slices, by namespace and request id."""
 
     def arm_deadline(self, record: TaskRecord) -> None:
         """Gets each open task that has a `task_deadline_seconds`, once."""
-        now, seconds = self._clock.monotonic(), record.task.config.task_deadline_seconds
+        seconds = record.task.config.task_deadline_seconds
         assert seconds is not None
-        elapsed = self._seconds_since_acceptance(record, now)
-        deadline = TaskDeadline(self._ledger, record.submission.submission_id, record.task_id, seconds)
-        self._task_deadlines.add(now + seconds - elapsed, deadline)
+        submission_id, when = record.submission.submission_id, self._accepted_at(record) + seconds
+        last = self._armed_last
+        if last is None or (last.submission_id, last.seconds, last.when) != (submission_id, seconds, when):
+            last = self._armed_last = TaskDeadline(self._ledger, submission_id, seconds, when)
+            last.task_ids.append(record.task_id)
+            self._task_deadlines.add(when, last)
+        else:
+            last.task_ids.append(record.task_id)
 
-    def _seconds_since_acceptance(self, record: TaskRecord, now: float) -> float:
-        """By the wall clock only if the machine has booted since: that clock may jump, the monotonic one does not."""
+    def _accepted_at(self, record: TaskRecord) -> float:
+        """In monotonic seconds. By the wall clock, to the next millisecond, only if the machine has booted since: that
+        clock may jump, the monotonic one does not.
+        """
         at = record.accepted_at
         if at is not None and at.boot_id and at.boot_id == self._clock.boot_id:
-            return now - at.monotonic_seconds
-        return max(0.0, self._clock.unix_time() - record.accepted_unix_seconds)
+            return at.monotonic_seconds
+        elapsed = max(0.0, self._clock.unix_time() - record.accepted_unix_seconds)
+        return math.ceil((self._clock.monotonic() - elapsed) * 1_000) / 1_000
 
     def close(self) -> None:
         """Stops nothing any more."""
         self._task_deadlines.clear()
+        self._due.clear()
         self._backlog.close()
 
     def _on_task_deadline(self, deadline: TaskDeadline, _when: float) -> None:
-        submission = self._ledger.submission(deadline.submission_id)
-        if submission is not None:
-            reason = f"task_deadline_seconds ({deadline.seconds:g}) passed"
-            _ = self.stop(submission, (deadline.task_id,), StopCause.TASK_DEADLINE, reason)
+        if deadline is self._armed_last:
+            self._armed_last = None
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._stop_due)
+        self._due.append(deadline)
+
+    def _stop_due(self) -> None:
+        due, self._due = self._due, []
+        _ = self._backlog.add(self._stopping_due(due))
+
+    def _stopping_due(self, due: list[TaskDeadline]) -> Generator[None, None, None]:
+        """Stops what is due together, as one: none of it begins because another made room."""
+        stopped: list[tuple[SubmissionRecord, StopTasks, list[str]]] = []
+        for deadline in due:
+            submission = self._ledger.submission(deadline.submission_id)
+            if submission is not None:
+                reason = f"task_deadline_seconds ({deadline.seconds:g}) passed"
+                named, now = tuple(deadline.task_ids), self._clock.unix_time()
+                command = StopTasks(deadline.submission_id, named, StopCause.TASK_DEADLINE, reason, now)
+                asked = yield from self._stop_many(submission, command, named)
+                stopped.append((submission, command, asked))
+        self._admission.attempts_were_ended()
+        for submission, command, asked in stopped:
+            for task_id in asked:
+                self._end_stopped(submission, command, task_id)
+                yield
 
     async def abort(self, request: AbortRequest) -> AbortReply:
         """See `Engine.abort`."""
@@ -205,15 +247,19 @@ class Stops:
         else:
             asked = yield from self._stop_many(submission, command, named)
         if asked:  # They start no more, and in the queue nobody waits for them from now on.
-            self._admission.attempts_were_ended((submission.submission_id,) if command.task_ids else ())
+            self._admission.attempts_were_ended()
         for task_id in asked:
-            if len(named) > _AT_ONCE:
-                self._recorder.record(EndStopped(task_id, command.unix_seconds), submission.key.namespace)
-            restarts = command.restarts_runners
-            self._supervisor.stop(task_id, command.cause, command.reason, restarts_runners=restarts)
+            self._end_stopped(submission, command, task_id)
             if len(named) > _AT_ONCE:
                 yield
         return len(asked)
+
+    def _end_stopped(self, submission: SubmissionRecord, command: StopTasks, task_id: str) -> None:
+        """Ends what waits of a task that was called stopped, and tells what runs of it."""
+        self._recorder.record(EndStopped(task_id, command.unix_seconds), submission.key.namespace)
+        self._admission.leave_out(task_id)
+        restarts = command.restarts_runners
+        self._supervisor.stop(task_id, command.cause, command.reason, restarts_runners=restarts)
 
     def _stop_many(
         self, submission: SubmissionRecord, command: StopTasks, named: tuple[str, ...]

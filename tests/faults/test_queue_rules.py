@@ -239,8 +239,11 @@ class QueueAndRules(RuleBasedStateMachine):
         batches = [entry for entry in self.queue.entries() if isinstance(entry, ReadyBatch)]
         if batches:
             batch = data.draw(st.sampled_from(batches))
-            self.ended |= {attempt.ref for attempt in batch.attempts[: int(share * len(batch.attempts))]}
-            self.admission.attempts_were_ended([batch.submission_id])
+            ended = {attempt.ref for attempt in batch.attempts[: int(share * len(batch.attempts))]}
+            self.ended |= ended
+            self.admission.attempts_were_ended()
+            for task_id in sorted({ref.task_id for ref in ended}):
+                self.admission.leave_out(task_id)
         self.sweep()
 
     # What comes back

@@ -151,21 +151,31 @@ class Admission:
         self._queue.unblock()
         self._wake.set()
 
-    def attempts_were_ended(self, submission_ids: Iterable[str]) -> None:
-        """The ledger has ended attempts of these submissions that waited: they are left out from now on, and hold
-        nothing back.
+    def attempts_were_ended(self) -> None:
+        """The ledger has ended attempts that waited: from now on nothing goes or counts before it was looked at. Let
+        `leave_out` follow for their tasks.
         """
         self._queue.look_again()
-        for submission_id in submission_ids:
-            for batch in list(self._queue.batches_of(submission_id)):
-                if len(batch.attempts) > 1:  # A batch of one either waits as before or is gone.
-                    self._shrink(batch)
         self.room_returned()
 
-    def _shrink(self, batch: ReadyBatch) -> None:
+    def leave_out(self, task_id: str) -> None:
+        """Shrinks the batches that had attempts of a task which were ended: behind one that never fits they would never
+        be looked at.
+        """
+        for batch in self._queue.batches.of_task(task_id):
+            self._shrink(batch, self._clock.monotonic())
+            self._wake.set()
+
+    def _shrink(self, batch: ReadyBatch, now: float) -> bool:
+        """Leaves out what has been ended of a batch; whether anything had been."""
         live = self._live_of(batch)
-        if live and len(live) < len(batch.attempts):
+        if not live:
+            self._queue.drop(batch, now)
+        elif len(live) < len(batch.attempts):
             self._queue.shrink(batch, live)
+        else:
+            return False
+        return True
 
     def _live_of(self, batch: ReadyBatch) -> list[PlannedAttempt]:
         ledger = self._recorder.ledger
@@ -220,12 +230,9 @@ class Admission:
     def _look_at(self, entry: ReadyEntry, now: float) -> None:
         """Leaves out what has been ended of an entry, and an entry of which nothing is left."""
         if isinstance(entry, ReadyBatch):
-            live = self._live_of(entry)
-            if not live:
-                self._queue.drop(entry, now)
+            if self._shrink(entry, now):
                 return
-            entry.attempts = live
-            entry.tokens = self.room.tokens_at_once(entry.spec, len(live), entry.flow[0])
+            entry.tokens = self.room.tokens_at_once(entry.spec, len(entry.attempts), entry.flow[0])
         self._queue.was_looked_at(entry)
 
     def _admit(self, entry: ReadyEntry, now: float) -> bool:

@@ -75,7 +75,7 @@ class WaitingReasons:
         reasons: dict[tuple[Shape, int], str] = {}
         looked_at = 0
         held = () if self._gate is None else self._gate.batches_of(submission_id)
-        for batch in itertools.chain[ReadyBatch | HeldBatch](self._queue.batches_of(submission_id), held):
+        for batch in itertools.chain[ReadyBatch | HeldBatch](self._queue.batches.of_submission(submission_id), held):
             live = [attempt.ref.task_id for attempt in batch.attempts if ledger.is_waiting(attempt.ref)]
             if live:
                 queued = batch if isinstance(batch, ReadyBatch) else None
@@ -222,7 +222,7 @@ class TaskExplainer:
     def waits_of(self, submission_id: str, task_id: str, attempts: int) -> Generator[None, None, tuple[TaskWait, ...]]:
         """The batches that hold attempts of the task, in the order of service. attempts: how many there are at most."""
         waits: list[TaskWait] = []
-        batches = list(self._queue.batches_of(submission_id))
+        batches = list(self._queue.batches.of_submission(submission_id))
         for entry in (yield from self._with_attempts_of(task_id, batches, attempts)):
             ahead = yield from look_ahead_of(self._queue, entry, self._now, self._is_there, MAX_AHEAD_TOLD)
             told = yield from self._told_of(ahead.first)

@@ -46,11 +46,11 @@ from typing import TYPE_CHECKING, overload
 
 import msgspec
 
-from py_scheduler.scheduler.queue.entries import ARRIVAL, CAME, ReadyBatch, ReadyLease
+from py_scheduler.scheduler.queue.entries import CAME, ReadyBatch, ReadyLease, WaitingBatches
 from py_scheduler.scheduler.queue.flows import EVEN, Flow, FlowPolicy, Flows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.leases import PlacementDemand
@@ -121,8 +121,7 @@ class ReadyQueue:
         """Whether the last offer ended before the line did: there may be more to try."""
         self._begun_anew = 0
         """How often in a row the line has begun again before its end."""
-        self._batches_of: dict[str, dict[int, ReadyBatch]] = {}
-        """The batches of each submission, by arrival; they come in their order."""
+        self.batches = WaitingBatches()
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
@@ -132,10 +131,6 @@ class ReadyQueue:
     def flows(self) -> list[Flow]:
         """All flows that wait."""
         return [flow for flows in self.namespaces.values() for flow in flows.waiting.values()]
-
-    def batches_of(self, submission_id: str) -> Iterable[ReadyBatch]:
-        """A submission's batches, as they came."""
-        return self._batches_of.get(submission_id, {}).values()
 
     def entries(self) -> Iterator[ReadyEntry]:
         """All entries, in no order: for a look that must not sort a long queue."""
@@ -147,9 +142,9 @@ class ReadyQueue:
         """Adds a batch of at least one attempt; which flow it is in, the first of them says."""
         first, arrival, room = attempts[0], next(self._arrivals), self.room
         namespace = first.namespace
-        siblings = self._batches_of.setdefault(first.submission_id, {})
         # What joins a batch that waits stands before batches of the same place that came later.
-        came = next(iter(siblings.values())).order[CAME] if siblings else arrival
+        sibling = next(iter(self.batches.of_submission(first.submission_id)), None)
+        came = arrival if sibling is None else sibling.order[CAME]
         count = len(attempts)
         entry = ReadyBatch(
             flow=(namespace, self._tells_evals_apart and first.task.config.is_eval),
@@ -164,7 +159,7 @@ class ReadyQueue:
             spec=spec,
             attempts=attempts,
         )
-        siblings[arrival] = entry
+        self.batches.add(entry)
         self._push(entry)
 
     def push_lease(
@@ -343,14 +338,10 @@ class ReadyQueue:
         return taken
 
     def drop(self, entry: ReadyEntry, now: float) -> None:
-        """Removes the entry that was offered: nothing of it is left to run."""
+        """Removes an entry of which nothing is left to run."""
         self._take_out(entry, now)
         if isinstance(entry, ReadyBatch):
-            submission_id = entry.submission_id
-            siblings = self._batches_of[submission_id]
-            del siblings[entry.order[ARRIVAL]]
-            if not siblings:
-                del self._batches_of[submission_id]
+            self.batches.take_out(entry)
         else:
             self.pending_leases -= 1
 
@@ -405,7 +396,8 @@ class ReadyQueue:
             attempts=attempts,
             looked_at=self.generation,
         )
-        self._batches_of[batch.submission_id][batch.order[ARRIVAL]] = left
+        self.batches.add(left)
+        self.batches.take_out(batch)
         self.namespaces[batch.namespace].push(left)
         self._take_out(batch, batch.queued_at)
 

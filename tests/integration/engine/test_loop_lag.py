@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,16 +16,20 @@ from py_scheduler.domain.results import TaskState
 from py_scheduler.errors import AlreadyExistsError
 from py_scheduler.placement import PlacementPool
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings
+from py_scheduler.scheduler.ledger.state import LedgerState
 from py_scheduler.scheduler.queue import explanations
 from py_scheduler.scheduler.settings import EngineSettings
-from tests.support.fake_clock import settle
+from tests.support.fake_clock import FakeClock, settle
 from tests.support.handlers import GatedAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
 from tests.support.journal.journal_store import SurvivingJournal
 from tests.support.loop_lag import LIMIT_SECONDS, LoopLag
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from py_scheduler.domain.evaluator import BaseAgent, EvaluatorSpec
+    from py_scheduler.domain.events import AttemptRef
     from py_scheduler.domain.requests import SubmitReply
 
 GPU = Resource(gpu=1.0)
@@ -308,3 +313,73 @@ async def test_what_an_abort_stopped_ends_also_when_the_process_ends_in_between(
         assert aborted.still_stopping == ()
         assert {event.state for event in (await harness.done(reply)).values()} == {TaskState.ABORTED}
         assert agent.begun == {}
+
+
+# Batches of which some tasks end
+
+
+def in_fours(agent: BaseAgent) -> EvaluatorSpec:
+    return spec_of(agent, resource=GPU, run_resource=GPU, eval_resource=GPU, batch_size=4)
+
+
+@contextmanager
+def asked_of_attempts() -> Iterator[list[AttemptRef]]:
+    """Each attempt of which the ledger is asked whether it waits, as often as it is."""
+    asked: list[AttemptRef] = []
+    is_waiting = LedgerState.is_waiting
+
+    def count(ledger: LedgerState, ref: AttemptRef) -> bool:
+        asked.append(ref)
+        return is_waiting(ledger, ref)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LedgerState, "is_waiting", count)
+        yield asked
+
+
+@pytest.mark.parametrize("submissions", [1, 500])
+async def test_deadlines_that_come_together_while_the_loop_goes_on(submissions: int) -> None:
+    agent, clock = GatedAgent(), FakeClock()
+    async with running_engine(in_fours(agent), pool=pool_of("node"), clock=clock) as harness:
+        tasks = [task_of(task_deadline_seconds=3.0)] * (8_000 // submissions)
+        replies = [await harness.submit(tasks, step) for step in range(submissions)]
+        await settle()
+        with LoopLag() as lag:
+            clock.now += 3.0
+            harness.engine._stops._task_deadlines._expire()
+            while harness.engine.ledger.open_tasks:  # noqa: ASYNC110 -- gives the loop back, and nothing tells of it
+                await asyncio.sleep(0)
+        assert lag.worst_seconds < LIMIT_SECONDS
+        assert lag.turns > 3
+        agent.gate.set()
+        assert {event.state for event in (await harness.done(replies[0])).values()} == {TaskState.FAILED}
+        assert len(harness.engine._admission.reasons._queue) == 0
+
+
+async def test_what_ends_asks_of_each_attempt_of_its_batches_a_few_times() -> None:
+    agent, clock = GatedAgent(), FakeClock()
+    async with running_engine(in_fours(agent), pool=pool_of("node"), clock=clock) as harness:
+        reply = await harness.submit([task_of(task_deadline_seconds=3.0)] * 1_000, 1)
+        await settle()
+        with asked_of_attempts() as asked:
+            await harness.engine.abort(abort_of(harness, reply, "one", reply.task_ids[-1]))
+            await settle()
+        assert len(asked) < 40, "of its batch and of the heads"
+        with asked_of_attempts() as asked:
+            await clock.advance(3.0)
+        assert len(asked) < 4 * 1_000
+        agent.gate.set()
+
+
+async def test_a_batch_of_which_some_tasks_passed_their_deadline_wants_less_although_it_stands_behind_others() -> None:
+    agent, clock = GatedAgent(), FakeClock()
+    async with running_engine(in_fours(agent), pool=pool_of("node"), clock=clock) as harness:
+        first = await harness.submit([task_of()] * 8, 1)
+        await harness.until_started(first, 1)
+        await harness.submit([task_of(), task_of(), *[task_of(task_deadline_seconds=3.0)] * 2], 2)
+        await settle()
+        queue = harness.engine._admission.reasons._queue
+        assert [entry.shape for entry in queue.entries()] == [("agent", 4)] * 2
+        await clock.advance(3.0)
+        assert [entry.shape for entry in queue.entries()] == [("agent", 4), ("agent", 2)]
+        agent.gate.set()

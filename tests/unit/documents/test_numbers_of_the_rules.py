@@ -121,7 +121,7 @@ class Cluster:
         return served
 
     def entry(self, name: str) -> ReadyEntry:
-        (entry,) = self.queue.batches_of(f"s-{name}")
+        (entry,) = self.queue.batches.of_submission(f"s-{name}")
         return entry
 
 

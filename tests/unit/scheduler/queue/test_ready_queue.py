@@ -129,11 +129,11 @@ def test_a_dropped_entry_is_gone_and_counts_against_nobody() -> None:
     assert ended is not None
     queue.drop(ended, 0.0)
     assert (len(queue), blocked.bypassed) == (2, 0)
-    assert [name_of(entry) for entry in queue.batches_of("s 0")] == ["blocked", "last"]
+    assert [name_of(entry) for entry in queue.batches.of_submission("s 0")] == ["blocked", "last"]
     assert admit_all(queue) == ["last"]
     queue.unblock()
     assert admit_all(queue) == ["blocked"]
-    assert list(queue.batches_of("s")) == []
+    assert list(queue.batches.of_submission("s")) == []
 
 
 def test_the_foremost_32_heads_are_protected_and_the_next_one_once_one_of_them_has_gone() -> None:
