@@ -150,8 +150,11 @@ class Output:
         if len(scored) >= total:
             self._take_whole(event, scored, total)
         elif len(self._token_ids) + len(scored) == total:
-            if scored:  # An abort may come without tokens, however they came.
+            if scored:
                 self.streaming = Streaming.INCREMENTS
+            elif self.streaming is not Streaming.INCREMENTS and (event.text or "").startswith("".join(self._texts)):
+                # An abort may come without tokens, however they came: here with the whole text once more.
+                self._texts.clear()
             self._grow(self._scored_ids(event, scored, len(self._token_ids)), scored, event.text or "")
         else:
             message = f"SGLang gave {len(scored)} tokens after {len(self._token_ids)}, which it says make {total}"

@@ -59,6 +59,15 @@ def test_an_abort_may_come_without_tokens_or_with_one_that_has_no_log_prob() -> 
         assert_first(read(*known, msgspec.json.encode(last)).whole(), 5)
 
 
+@pytest.mark.parametrize("events", [1, 2])
+def test_an_abort_without_tokens_may_repeat_the_text(events: int) -> None:
+    known = [event(0, end) for end in (1, 3)][:events]
+    count = (1, 3)[events - 1]
+    last = msgspec.json.decode(event(count, count, told=count, finish_reason=ABORTED))
+    last["text"] = msgspec.json.decode(known[-1])["text"]
+    assert_first(read(*known, msgspec.json.encode(last)).whole(), count)
+
+
 def without_length(payload: bytes) -> bytes:
     said = msgspec.json.decode(payload)
     del said["meta_info"]["output_token_logprobs_length"]
