@@ -6,7 +6,7 @@ attempts whose budget lets 8 run at a time wants 8 tokens; each of its 100 attem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -82,45 +82,3 @@ class ReadyLease(ReadyEntry, gc=True, kw_only=True):
 def age_of(entry: ReadyEntry) -> tuple[float, int]:
     """What it is sorted by among those that go first for their age, the oldest first."""
     return entry.queued_at, entry.order[ARRIVAL]
-
-
-class WaitingBatches:
-    """The batches in the queue: by their submission, and those of several attempts by the tasks that have some in them.
-    A batch of one either waits whole or is gone.
-    """
-
-    def __init__(self) -> None:
-        self._of_submission: dict[str, dict[int, ReadyBatch]] = {}
-        """By arrival; they come in their order."""
-        self._of_task: dict[str, tuple[ReadyBatch, ...]] = {}
-
-    def of_submission(self, submission_id: str) -> Iterable[ReadyBatch]:
-        """A submission's batches, as they came."""
-        return self._of_submission.get(submission_id, {}).values()
-
-    def of_task(self, task_id: str) -> tuple[ReadyBatch, ...]:
-        """The batches of several attempts that have some of the task."""
-        return self._of_task.get(task_id, ())
-
-    def add(self, batch: ReadyBatch) -> None:
-        """One that comes, or what is left of one in its place."""
-        self._of_submission.setdefault(batch.submission_id, {})[batch.order[ARRIVAL]] = batch
-        for task_id in _tasks_of(batch):
-            self._of_task[task_id] = (*self._of_task.get(task_id, ()), batch)
-
-    def take_out(self, batch: ReadyBatch) -> None:
-        siblings = self._of_submission[batch.submission_id]
-        if siblings[batch.order[ARRIVAL]] is batch:  # Else what is left of it has its place.
-            del siblings[batch.order[ARRIVAL]]
-            if not siblings:
-                del self._of_submission[batch.submission_id]
-        for task_id in _tasks_of(batch):
-            others = tuple([other for other in self._of_task.pop(task_id) if other is not batch])
-            if others:
-                self._of_task[task_id] = others
-
-
-def _tasks_of(batch: ReadyBatch) -> Iterable[str]:
-    if len(batch.attempts) == 1:
-        return ()
-    return dict.fromkeys([attempt.ref.task_id for attempt in batch.attempts])

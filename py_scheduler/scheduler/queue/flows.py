@@ -31,10 +31,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.scheduler.queue.entries import ENTRY, FlowKey, OrderKey, ReadyEntry, Shape, age_of
+from py_scheduler.scheduler.queue.entries import (
+    ARRIVAL,
+    ENTRY,
+    FlowKey,
+    OrderKey,
+    ReadyBatch,
+    ReadyEntry,
+    Shape,
+    age_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _KEEP_GONE = 64
 
@@ -311,3 +320,45 @@ class _ByAge:
             key: deque(entry for entry in queue if not entry.is_gone) for key, queue in self._queues.items()
         }
         self._count = sum([len(queue) for queue in self._queues.values()])
+
+
+class WaitingBatches:
+    """The batches in the queue, whatever their flow: by submission, and those of several attempts by the tasks that
+    have some in them. A batch of one either waits whole or is gone.
+    """
+
+    def __init__(self) -> None:
+        self._of_submission: dict[str, dict[int, ReadyBatch]] = {}
+        """By arrival; they come in their order."""
+        self._of_task: dict[str, tuple[ReadyBatch, ...]] = {}
+
+    def of_submission(self, submission_id: str) -> Iterable[ReadyBatch]:
+        """A submission's batches, as they came."""
+        return self._of_submission.get(submission_id, {}).values()
+
+    def of_task(self, task_id: str) -> tuple[ReadyBatch, ...]:
+        """The batches of several attempts that have some of the task."""
+        return self._of_task.get(task_id, ())
+
+    def add(self, batch: ReadyBatch) -> None:
+        """One that comes, or what is left of one in its place."""
+        self._of_submission.setdefault(batch.submission_id, {})[batch.order[ARRIVAL]] = batch
+        for task_id in _tasks_of(batch):
+            self._of_task[task_id] = (*self._of_task.get(task_id, ()), batch)
+
+    def take_out(self, batch: ReadyBatch) -> None:
+        siblings = self._of_submission[batch.submission_id]
+        if siblings[batch.order[ARRIVAL]] is batch:  # Else what is left of it has its place.
+            del siblings[batch.order[ARRIVAL]]
+            if not siblings:
+                del self._of_submission[batch.submission_id]
+        for task_id in _tasks_of(batch):
+            others = tuple([other for other in self._of_task.pop(task_id) if other is not batch])
+            if others:
+                self._of_task[task_id] = others
+
+
+def _tasks_of(batch: ReadyBatch) -> Iterable[str]:
+    if len(batch.attempts) == 1:
+        return ()
+    return dict.fromkeys([attempt.ref.task_id for attempt in batch.attempts])

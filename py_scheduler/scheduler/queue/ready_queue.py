@@ -46,8 +46,8 @@ from typing import TYPE_CHECKING, overload
 
 import msgspec
 
-from py_scheduler.scheduler.queue.entries import CAME, ReadyBatch, ReadyLease, WaitingBatches
-from py_scheduler.scheduler.queue.flows import EVEN, Flow, FlowPolicy, Flows
+from py_scheduler.scheduler.queue.entries import CAME, ReadyBatch, ReadyLease
+from py_scheduler.scheduler.queue.flows import EVEN, Flow, FlowPolicy, Flows, WaitingBatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
