@@ -92,19 +92,22 @@ class Refusals:
             self._at_work = asyncio.get_running_loop().create_task(in_slices(self._work_off()), name="refusals")
 
     def _work_off(self) -> Generator[None, None, None]:
-        while self._work or self._refused:
-            if not self._work:
-                self._admission.leave_out(self._refused.pop())
-                yield
-                continue
-            work = self._work[0]
-            for _ in work:
-                yield
-                if not self._work or self._work[0] is not work:
-                    break  # Nodes changed again, and all is looked at anew.
-            else:
-                self._work.popleft()
-        self._at_work = None
+        try:
+            while self._work or self._refused:
+                if not self._work:
+                    self._admission.leave_out(self._refused.pop())
+                    yield
+                    continue
+                work = self._work[0]
+                for _ in work:
+                    yield
+                    if not self._work or self._work[0] is not work:
+                        break  # Nodes changed again, and all is looked at anew.
+                else:
+                    self._work.popleft()
+        finally:
+            # Also after a fault: nobody would hear of it while the task is kept, and nothing would be refused again.
+            self._at_work = None
         self._admission.attempts_were_ended()
 
     def _refuse_all(self) -> Generator[None, None, None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -131,6 +132,28 @@ async def test_a_node_that_comes_back_ends_the_refusals_and_what_is_left_runs() 
         agent.gate.set()
         done = await harness.done(reply)
     assert sum(event.state is TaskState.SUCCEEDED for event in done.values()) == left
+
+
+async def test_a_fault_while_refusing_is_reported_and_the_next_change_refuses_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, pool, reported = GatedAgent(), pool_of("gone"), []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context.get("exception")))
+    async with running_engine(on_a_gpu(agent), pool=pool) as harness:
+        reply = await harness.submit([task_of()] * 3, 1)
+        await harness.until_started(reply, 1)
+        fault = RuntimeError("once")
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.engine._refusals, "_refuse_waiting", mock.Mock(side_effect=fault))
+            pool.remove_node("gone")
+            harness.engine.nodes_have_changed()
+            await settle()
+        assert reported == [fault]
+        harness.engine.nodes_have_changed()
+        await settle()
+        assert harness.engine.submission(harness.selector(reply)).open_tasks == 1, "the one that runs"
+        agent.gate.set()
+        await harness.done(reply)
 
 
 # Whoever asks why something waits
