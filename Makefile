@@ -54,7 +54,7 @@ help:
 	@echo "make soak            SOAK_SECONDS (1200) of steady load: memory and descriptors stay flat, nothing is left over"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
 	@echo "make bench           placement beside what people use (BENCH_RAY=0: without Ray), and no-op throughput"
-	@echo "make bench-generation  what a token costs on its way from an SGLang server, beside a bare HTTP client"
+	@echo "make bench-generation  what a token and a served sample cost on their way from SGLang, beside a bare HTTP client"
 	@echo "make modules-on-the-way  the modules through which one no-op task goes, client and server together"
 	@echo "make profile-placement  instructions and cache misses of placing a token, counted by valgrind"
 	@echo "make build           build the extension and install the package into .venv, editable"
@@ -166,6 +166,7 @@ endif
 
 bench-generation: $(BUILT) $(DEV_READY)
 	$(BIN)/python -m benches.generation $(BENCH_ARGS)
+	$(BIN)/python -m benches.served_generation $(BENCH_ARGS)
 
 modules-on-the-way: $(BUILT)
 	$(BIN)/python -m benches.modules_on_the_way

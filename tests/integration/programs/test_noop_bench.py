@@ -59,6 +59,22 @@ def test_the_cost_of_a_task_in_small() -> None:
     assert " µs a task, median " in done.stdout
 
 
+def test_the_cost_of_a_served_sample_in_small(tmp_path: Path) -> None:
+    report_file = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benches.served_generation", "--rounds", "1", "--scale", "0.02", "--json", report_file],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(report_file.read_text(encoding="utf-8"))
+    assert [row["tokens"] for row in rows] == [64, 4_096, 32_768]
+
+
 def test_one_noop_task_goes_through_no_more_modules_than_somebody_can_read() -> None:
     """At most 40: the program ends with 1 above that, and prints them."""
     done = subprocess.run(
