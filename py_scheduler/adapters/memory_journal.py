@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 class MemoryJournal:
     """Implements `domain.ports.Journal`; commits at once."""
 
-    def __init__(self, *, retained_events: int = 1_000_000, retained_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        *,
+        retained_events: int = 1_000_000,
+        retained_bytes: int = 1 << 30,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        """unix_time: what fencing tokens begin at, so that those of a later process are higher."""
+        self._unix_time = unix_time
         self._store_epoch = os.urandom(16)
         self._retained_events = retained_events
         self._retained_bytes = retained_bytes
@@ -51,7 +59,7 @@ class MemoryJournal:
 
     @property
     def first_fencing_token(self) -> int:
-        return time.time_ns() // 1_000
+        return int(self._unix_time() * 1_000_000)
 
     def snapshots(self) -> Iterable[Snapshot]:
         return ()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol, assert_never
 
@@ -21,6 +20,7 @@ from py_scheduler.execution.stopping import StopState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.resources import PlacementToken
     from py_scheduler.execution.stopping import Stoppable
 
@@ -51,7 +51,8 @@ class Worker:
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self._turn_began = time.monotonic()
+        self._monotonic = pool.clock.monotonic
+        self._turn_began = self._monotonic()
         self.running: Stoppable | None = None
         self.is_at_work = False
         self.takes_work = True
@@ -61,12 +62,12 @@ class Worker:
 
     def turn_is_over(self) -> bool:
         """Whether the worker has kept the loop long enough; if so, give way."""
-        return time.monotonic() - self._turn_began >= _TURN_SECONDS
+        return self._monotonic() - self._turn_began >= _TURN_SECONDS
 
     async def give_way(self) -> None:
         """Lets everything else that is ready have its turn first."""
         await asyncio.sleep(0)
-        self._turn_began = time.monotonic()
+        self._turn_began = self._monotonic()
 
     async def absorb_cancellation(self) -> None:
         """A stop ends what the worker is at and not the worker; nor may a handler end it by cancelling its task."""
@@ -96,7 +97,8 @@ class Worker:
 class WorkerPool:
     """The workers, and the permits that wait for one, in order. `on_crash` gets each worker that an exception ended."""
 
-    def __init__(self, max_workers: int, on_crash: Callable[[Worker, BaseException], None]) -> None:
+    def __init__(self, max_workers: int, on_crash: Callable[[Worker, BaseException], None], clock: Clock) -> None:
+        self.clock = clock
         self._max_workers = max_workers
         self._on_crash = on_crash
         self._permits: deque[Permit] = deque()

@@ -144,7 +144,7 @@ class Engine:
         self._limits = IntakeLimits(self.quotas, self._ledger, self._event_log, settings)
         self._stops = Stops(self._recorder, self._event_log, self._supervisor, self._admission, clock)
         self._refusals = Refusals(self._intake, self._recorder, self._admission, self._supervisor.groups, clock)
-        self._enqueueing = Backlog()
+        self._enqueueing = Backlog(clock)
         self._views = Views(self._ledger, self._admission.reasons, self._supervisor.backoffs, self._runners)
         self.leases = LeaseManager(pool, self._admission, clock, settings, self.quotas)
         self.results = Collector(self._recorder, self._event_log, clock, settings, self._stops.stop_and_wait)

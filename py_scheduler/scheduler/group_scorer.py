@@ -100,7 +100,7 @@ class GroupScorer:
         self._ladder: StopLadder[GroupScore] = StopLadder(
             clock, settings.stop_grace_seconds, self._on_limit, self._give_up
         )
-        self._workers = WorkerPool(settings.max_running_samples, self._on_crash)
+        self._workers = WorkerPool(settings.max_running_samples, self._on_crash, clock)
 
     def score(self, record: TaskRecord, spec: EvaluatorSpec) -> None:
         """Takes up a task whose samples are all there."""

@@ -89,7 +89,8 @@ class Refusals:
     def _add(self, work: Generator[None, None, None]) -> None:
         self._work.append(work)
         if self._at_work is None:
-            self._at_work = asyncio.get_running_loop().create_task(in_slices(self._work_off()), name="refusals")
+            going_on = in_slices(self._work_off(), self._clock)
+            self._at_work = asyncio.get_running_loop().create_task(going_on, name="refusals")
 
     def _work_off(self) -> Generator[None, None, None]:
         try:

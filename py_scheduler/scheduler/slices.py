@@ -7,12 +7,13 @@ it came to. What it looks at may have changed after each yield.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+    from py_scheduler.domain.ports import Clock
 
 _Result = TypeVar("_Result")
 
@@ -20,18 +21,18 @@ SLICE_SECONDS = 0.005
 """What one turn of the loop is given to."""
 
 
-async def in_slices(work: Generator[None, None, _Result]) -> _Result:
+async def in_slices(work: Generator[None, None, _Result], clock: Clock) -> _Result:
     """Does it, and gives the loop back every few milliseconds."""
-    slice_ends = time.monotonic() + SLICE_SECONDS
+    slice_ends = clock.monotonic() + SLICE_SECONDS
     while True:
         try:
             next(work)
         except StopIteration as done:
             result: _Result = done.value
             return result
-        if time.monotonic() >= slice_ends:
+        if clock.monotonic() >= slice_ends:
             await asyncio.sleep(0)
-            slice_ends = time.monotonic() + SLICE_SECONDS
+            slice_ends = clock.monotonic() + SLICE_SECONDS
 
 
 class Backlog:
@@ -39,7 +40,8 @@ class Backlog:
     one that is long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._work: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
         self._next_slice: asyncio.Handle | None = None
 
@@ -61,9 +63,10 @@ class Backlog:
         self._work.clear()
 
     def _do_slice(self, work: Generator[None, None, _Result], done: asyncio.Future[_Result]) -> None:
-        slice_ends = time.monotonic() + SLICE_SECONDS
+        monotonic = self._clock.monotonic
+        slice_ends = monotonic() + SLICE_SECONDS
         try:
-            while time.monotonic() < slice_ends:
+            while monotonic() < slice_ends:
                 next(work)
         except StopIteration as end:
             done.set_result(end.value)

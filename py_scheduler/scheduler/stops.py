@@ -96,7 +96,7 @@ class Stops:
         self._armed_last: TaskDeadline | None = None
         self._due: list[TaskDeadline] = []
         """What has come, to be stopped in the next turn."""
-        self._backlog = Backlog()
+        self._backlog = Backlog(clock)
         self._under_way: dict[tuple[str, str], _Abort] = {}
         """Aborts that take several slices, by namespace and request id."""
 

@@ -112,7 +112,7 @@ class Supervisor:
         )
         # An attempt arms limits of nothing but itself, and all attempts here are supervised ones.
         self._arm = cast("Callable[[float, RunningAttempt], None]", self._ladder.limit)
-        self._workers = WorkerPool(settings.max_running_samples, self._on_crash)
+        self._workers = WorkerPool(settings.max_running_samples, self._on_crash, services.clock)
         self._stopped = Notifier()
         self.groups = GroupScorer(recorder, services.clock, settings, runners, self._stopped.ring)
         self.is_draining = False

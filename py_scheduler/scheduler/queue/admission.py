@@ -9,7 +9,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING
 
 from py_scheduler.scheduler.ledger.commands import LeaseAttempts
@@ -201,10 +200,11 @@ class Admission:
 
         Nothing that was admitted starts before this turn is over, so its leases are recorded together at the end.
         """
-        turn_ends = time.monotonic() + _TURN_SECONDS
         leased: list[AttemptRef] = []
         may_be_more = False
-        now = self._clock.monotonic()
+        monotonic = self._clock.monotonic
+        now = monotonic()
+        turn_ends = now + _TURN_SECONDS
         if self._gate is not None and not self.is_stopped:
             for held in self._gate.let_go():
                 self._queue.push(held.spec, held.attempts, now)
@@ -220,7 +220,7 @@ class Admission:
                 queue.refuse(entry)
             elif isinstance(entry, ReadyBatch):
                 leased.extend([attempt.ref for attempt in entry.attempts])
-            if time.monotonic() >= turn_ends:
+            if monotonic() >= turn_ends:
                 may_be_more = True
                 break
         if leased:

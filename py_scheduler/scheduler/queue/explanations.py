@@ -112,13 +112,13 @@ class WaitingReasons:
                 gate=self._gate,
                 why_held=self._why_held(namespace),
             )
-            return await in_slices(explainer.explain(task_id, namespace))
+            return await in_slices(explainer.explain(task_id, namespace), self._clock)
 
     async def why_pending(self, entry: ReadyLease) -> str:
         """Why a lease in the queue is not granted yet."""
         async with self._one_at_a_time:
             now, is_there = self._clock.monotonic(), what_is_there(self._ledger)
-            ahead = await in_slices(look_ahead_of(self._queue, entry, now, is_there))
+            ahead = await in_slices(look_ahead_of(self._queue, entry, now, is_there), self._clock)
         return "" if entry.is_gone else self._reason(entry, ahead)
 
     def _reason(self, entry: ReadyEntry, ahead: Ahead | None = None) -> str:

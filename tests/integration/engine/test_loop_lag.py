@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -341,6 +342,17 @@ async def test_what_an_abort_stopped_ends_also_when_the_process_ends_in_between(
 # Batches of which some tasks end
 
 
+class GoingClock(FakeClock):
+    """It goes on while a test moves it: a turn of the loop is over by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now + time.monotonic() - self._began
+
+
 def in_fours(agent: BaseAgent) -> EvaluatorSpec:
     return spec_of(agent, resource=GPU, run_resource=GPU, eval_resource=GPU, batch_size=4)
 
@@ -362,7 +374,7 @@ def asked_of_attempts() -> Iterator[list[AttemptRef]]:
 
 @pytest.mark.parametrize("submissions", [1, 500])
 async def test_deadlines_that_come_together_while_the_loop_goes_on(submissions: int) -> None:
-    agent, clock = GatedAgent(), FakeClock()
+    agent, clock = GatedAgent(), GoingClock()
     async with running_engine(in_fours(agent), pool=pool_of("node"), clock=clock) as harness:
         tasks = [task_of(task_deadline_seconds=3.0)] * (8_000 // submissions)
         replies = [await harness.submit(tasks, step) for step in range(submissions)]

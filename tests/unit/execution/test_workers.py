@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.execution import workers
 from py_scheduler.execution.workers import WorkerPool
 
@@ -57,7 +58,7 @@ def crash(_worker: Worker, error: BaseException) -> None:
 
 
 async def pool_of_idle(workers: int) -> WorkerPool:
-    pool = WorkerPool(workers, crash)
+    pool = WorkerPool(workers, crash, LoopClock())
     held = Held(workers)
     for _ in range(workers):
         pool.submit(held, None)
@@ -119,7 +120,7 @@ class Once:
 
 async def test_a_worker_that_is_cancelled_at_work_that_is_no_attempt_is_told_of_and_replaced() -> None:
     crashed: list[Worker] = []
-    pool = WorkerPool(1, lambda worker, _error: crashed.append(worker))
+    pool = WorkerPool(1, lambda worker, _error: crashed.append(worker), LoopClock())
     work, next_work = Once(), Once()
     pool.submit(work, None)
     await work.begun.wait()

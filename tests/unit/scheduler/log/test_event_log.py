@@ -5,7 +5,7 @@ journal.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -245,7 +245,7 @@ async def test_a_sequence_of_the_future_is_refused() -> None:
 @pytest.mark.parametrize(
     "limits", [{"retained_events": 10}, {"retained_bytes": 10 * 600}], ids=["by count", "by bytes"]
 )
-async def test_the_memory_journal_is_bounded(limits: dict[str, int]) -> None:
+async def test_the_memory_journal_is_bounded(limits: dict[str, Any]) -> None:
     journal = MemoryJournal(**limits)
     for sequence in range(1, 1_001):
         journal.append([record(sequence)])
