@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 
@@ -36,8 +36,9 @@ from py_scheduler.adapters.http_client import (
 )
 from py_scheduler.adapters.in_flight import Flight, Flights
 from py_scheduler.adapters.request_checks import check_request
-from py_scheduler.adapters.sglang.answers import Loads, Tokenized
+from py_scheduler.adapters.sglang.answers import Loads
 from py_scheduler.adapters.sglang.control import SglangControl
+from py_scheduler.adapters.sglang.encoded import EncodedPrompts, chat_body, text_body
 from py_scheduler.adapters.sglang.model import ServedModel
 from py_scheduler.adapters.sglang.output import Output
 from py_scheduler.adapters.sglang.requests import AttemptFailedError, generate_body, refusal
@@ -68,14 +69,21 @@ class SglangBackend(SglangControl):
     """
 
     def __init__(
-        self, base_url: str, *, control_urls: Sequence[str] = (), settings: SglangSettings | None = None
+        self,
+        base_url: str,
+        *,
+        control_urls: Sequence[str] = (),
+        settings: SglangSettings | None = None,
+        encoded: EncodedPrompts | None = None,
     ) -> None:
+        """encoded: what servers of its model were asked to encode; None: what this one is asked."""
         self._settings = settings or SglangSettings()
         self._http = self._client(base_url)
         self._controls = [self._client(url) for url in control_urls] or [self._http]
         self._is_behind_router = bool(control_urls)
         self._flights = Flights()
-        self._model = ServedModel(self._http.base_url, self._controls, self._settings)
+        self._encoded = encoded or EncodedPrompts(self._settings.encoded_seconds)
+        self._model = ServedModel(self._http.base_url, self._controls, self._settings, self._encoded)
         self._nonce = secrets.token_hex(4)
         self._attempt_numbers = itertools.count()
 
@@ -123,11 +131,15 @@ class SglangBackend(SglangControl):
         return sum(rank.num_running_reqs + rank.num_waiting_reqs for rank in loads)
 
     async def encode(self, text: str) -> list[int]:
-        return await self._tokenize({"prompt": text, "add_special_tokens": False})
+        return await self._encoded.of(text_body(text), self.tokenize)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """By the server's own tokenizer and chat template."""
-        return await self._tokenize({"messages": [{"role": m.role, "content": m.content} for m in messages]})
+        return await self._encoded.of(chat_body(messages), self.tokenize)
+
+    async def tokenize(self, body: bytes) -> list[int]:
+        """Asks the server, whatever it has answered before. See `encoded.py`."""
+        return await self._model.tokenize(body)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See GenerationBackend. EngineUnavailableError carries tokens that were received as `partial`."""
@@ -257,6 +269,7 @@ class SglangBackend(SglangControl):
 
     def _cut_short(self, flight: Flight, output: Output, reason: str) -> Generation:
         """The outcome of an attempt that did not end properly: what it brought so far, if an abort was wanted."""
+        self._encoded.forget()  # Who answers next may be another server.
         partial = output.partial()
         if flight.abort_requested:
             return partial
@@ -292,7 +305,3 @@ class SglangBackend(SglangControl):
     async def _close_clients(self) -> None:
         for client in (self._http, *self._controls):
             await client.close()
-
-    async def _tokenize(self, body: dict[str, Any]) -> list[int]:
-        path = "/v1/tokenize"
-        return read_as(Tokenized, await self._model.ask(path, body), self.base_url + path).tokens

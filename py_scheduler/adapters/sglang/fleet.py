@@ -28,6 +28,7 @@ from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.adapters.request_checks import check_request
 from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.adapters.sglang.choice import EndpointChoice
+from py_scheduler.adapters.sglang.encoded import EncodedPrompts, chat_body, text_body
 from py_scheduler.adapters.sglang.endpoint import Endpoint
 from py_scheduler.adapters.sglang.events import NOTHING
 from py_scheduler.adapters.sglang.fleet_control import FleetControl
@@ -85,6 +86,7 @@ class SglangFleet(FleetControl):
         )
         self._fleet = fleet or FleetSettings()
         self._clock = clock or LoopClock()
+        self._encoded = EncodedPrompts(settings.encoded_seconds)
         self._members = Members(
             Endpoints(urls=tuple(base_urls), control_urls=tuple(control_urls)),
             make=self._make_endpoint,
@@ -152,7 +154,7 @@ class SglangFleet(FleetControl):
 
     def _make_endpoint(self, base_url: str, control_urls: tuple[str, ...]) -> Endpoint:
         endpoint = Endpoint(
-            SglangBackend(base_url, control_urls=control_urls, settings=self._settings),
+            SglangBackend(base_url, control_urls=control_urls, settings=self._settings, encoded=self._encoded),
             self._fleet,
             self._clock,
             catch_up=self._catch_up,
@@ -197,10 +199,13 @@ class SglangFleet(FleetControl):
         )
 
     async def encode(self, text: str) -> list[int]:
-        return await self._ask_any(lambda backend: backend.encode(text))
+        return await self._encoded.of(text_body(text), self._tokenize)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return await self._ask_any(lambda backend: backend.encode_chat(messages))
+        return await self._encoded.of(chat_body(messages), self._tokenize)
+
+    async def _tokenize(self, body: bytes) -> list[int]:
+        return await self._ask_any(lambda backend: backend.tokenize(body))
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See GenerationBackend. EngineUnavailableError carries tokens that were received as `partial`."""
@@ -374,6 +379,7 @@ class SglangFleet(FleetControl):
             )
 
     def _endpoint_changed(self) -> None:
+        self._encoded.forget()
         self._members.let_go_of_idle()
         self._changed.set()
         self._serve_waiters()

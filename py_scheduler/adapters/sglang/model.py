@@ -4,6 +4,7 @@ Invariants
 
 - The server is asked once, and again only by `refresh`. In between the weight version follows what generations report.
 - How it streams follows what it said when it was asked last, and what its streams have shown since.
+- What its tokenizer has answered is forgotten with all that may come with another one (`encoded.py`).
 - The size of the vocabulary, once known, stays that of the model of this name. It is 0 only while the server was paused
   each time it was asked: a paused server does not answer the one question that tells it.
 """
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.adapters.http_client import LOST_CONNECTION, body_of, error_message
+from py_scheduler.adapters.http_client import LOST_CONNECTION, body_of, error_message, read_as
+from py_scheduler.adapters.sglang.answers import Tokenized
 from py_scheduler.adapters.sglang.streaming import Streaming
 from py_scheduler.domain.generation import LogProbKind, ModelInfo
 from py_scheduler.errors import EngineUnavailableError
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from py_scheduler.adapters.http_client import HttpClient
+    from py_scheduler.adapters.sglang.encoded import EncodedPrompts
     from py_scheduler.adapters.sglang.settings import SglangSettings
 
 logger = logging.getLogger(__name__)
@@ -46,7 +49,9 @@ VOCAB_QUESTION = {
 class ServedModel:
     """Of the server at `base_url`, as its control addresses tell it."""
 
-    def __init__(self, base_url: str, controls: Sequence[HttpClient], settings: SglangSettings) -> None:
+    def __init__(
+        self, base_url: str, controls: Sequence[HttpClient], settings: SglangSettings, encoded: EncodedPrompts
+    ) -> None:
         self.info: ModelInfo | None = None
         self._base_url = base_url
         self._controls = controls
@@ -58,6 +63,7 @@ class ServedModel:
         self.streaming = Streaming.CUMULATIVE if chosen == "auto" else Streaming(chosen)
         """How it is asked for tokens. Of a stream that comes otherwise nothing is lost: it only costs more."""
         self._told = set[Streaming]()
+        self._encoded = encoded
 
     async def known(self) -> ModelInfo:
         """Raises EngineUnavailableError when the server has not told it yet and does not now."""
@@ -69,6 +75,7 @@ class ServedModel:
 
     async def refresh(self) -> ModelInfo:
         async with self._asking:
+            self._encoded.forget()
             self.info = await self._ask_info()
         return self.info
 
@@ -87,6 +94,7 @@ class ServedModel:
         """That, it was seen to have."""
         if self.info is not None and version != self.info.weight_version:
             self.info = msgspec.structs.replace(self.info, weight_version=version)
+            self._encoded.forget()
 
     def streams(self, streaming: Streaming) -> None:
         """So it does, as it says or was seen to: generations are asked for accordingly, unless that is set."""
@@ -103,6 +111,11 @@ class ServedModel:
         if self._ignores_seeds:
             self._ignores_seeds = False
             logger.warning("%s ignores sampling_seed: start it with --enable-deterministic-inference", self._base_url)
+
+    async def tokenize(self, body: bytes) -> list[int]:
+        """Asks the server, whatever is known. body: as /v1/tokenize wants it. Raises EngineUnavailableError."""
+        path = "/v1/tokenize"
+        return read_as(Tokenized, await self.ask(path, msgspec.Raw(body)), self._base_url + path).tokens
 
     async def ask(self, path: str, body: Any = None) -> Any:
         """An idempotent call, with retries, by one worker after another. Raises EngineUnavailableError."""

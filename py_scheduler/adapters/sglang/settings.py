@@ -41,6 +41,9 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """For the server to load weights."""
     abort_grace_seconds: float = 2.0
     """How long an aborted request may take to end by itself, with all its tokens, before its connection is closed."""
+    encoded_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    """How long the tokenizer's answer for a text or a chat is good for the next one who asks the same; less than a
+    server takes to start, which may come back with another chat template. 0: each is asked for."""
     keepalive_seconds: float = 3.0
     """The server closes idle connections after 5."""
     retry: RetrySettings = RetrySettings()

@@ -99,6 +99,7 @@ class ScriptedSglang:
     load_status: int = 200
     load_gate: asyncio.Event | None = None
     tokenize_status: int = 200
+    tokenize_questions: int = 0
     opening: str = ""
     """What the chat template puts behind a conversation, for the answer to go on from."""
     is_paused: bool = False
@@ -197,6 +198,7 @@ class ScriptedSglang:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """One token per character; a conversation is its roles and contents in order."""
+        self.tokenize_questions += 1
         if self.tokenize_status != 200:
             return _error(self.tokenize_status, "scripted", "error")
         body = await request.json()

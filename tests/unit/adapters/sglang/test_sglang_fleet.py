@@ -251,7 +251,7 @@ async def test_text_is_encoded_by_any_endpoint_that_can() -> None:
         assert await fleet.encode_chat([ChatMessage("u", "a")]) == [60, 117, 62, 97]
         second.tokenize_status = 500
         with pytest.raises(EngineUnavailableError, match="answered 500"):
-            await fleet.encode("ab")
+            await fleet.encode("abc")
         assert up(fleet) == [True, True]
 
 
@@ -281,7 +281,7 @@ async def test_behind_a_router_the_workers_get_everything_but_generations() -> N
         assert worker.aborts == other.aborts == [router.rids[-1]] * len(other.aborts)
         assert not router.aborts
         worker.tokenize_status = 500
-        assert await engine.encode("ab") == [97, 98], "another worker can, too"
+        assert await engine.encode("abc") == [97, 98, 99], "another worker can, too"
         await engine.close()
 
 
