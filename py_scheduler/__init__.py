@@ -59,6 +59,9 @@ _MODULES = {
     "rollout.groups": "Group",
     "rollout.sources.iterable": "IterableSource",
     "rollout.sources.mixture": "MultiDataSource WeightedSource",
+    "simulation.figures": "SimulationFigures",
+    "simulation.simulate": "LostNode SimulationRun SimulationSettings simulate",
+    "simulation.workload": "DrawnWorkload DurationDistribution SimulatedStep SimulatedTask",
 }
 """The names of each module below this package."""
 

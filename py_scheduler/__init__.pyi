@@ -113,6 +113,15 @@ from py_scheduler.rollout.files.trajectories import Origin, write_trajectories
 from py_scheduler.rollout.groups import Group
 from py_scheduler.rollout.sources.iterable import IterableSource
 from py_scheduler.rollout.sources.mixture import MultiDataSource, WeightedSource
+from py_scheduler.simulation.figures import SimulationFigures as SimulationFigures
+from py_scheduler.simulation.simulate import LostNode as LostNode
+from py_scheduler.simulation.simulate import SimulationRun as SimulationRun
+from py_scheduler.simulation.simulate import SimulationSettings as SimulationSettings
+from py_scheduler.simulation.simulate import simulate as simulate
+from py_scheduler.simulation.workload import DrawnWorkload as DrawnWorkload
+from py_scheduler.simulation.workload import DurationDistribution as DurationDistribution
+from py_scheduler.simulation.workload import SimulatedStep as SimulatedStep
+from py_scheduler.simulation.workload import SimulatedTask as SimulatedTask
 
 __all__ = [
     "AbortReply",
@@ -142,6 +151,8 @@ __all__ = [
     "DataSource",
     "Decay",
     "Delivery",
+    "DrawnWorkload",
+    "DurationDistribution",
     "EndpointState",
     "EndpointView",
     "EndpointsSet",
@@ -172,6 +183,7 @@ __all__ = [
     "LeaseState",
     "LeaseToken",
     "LeaseView",
+    "LostNode",
     "ModelFetchError",
     "MultiDataSource",
     "NodeResource",
@@ -210,6 +222,11 @@ __all__ = [
     "SchedulerRolloutManager",
     "ServerError",
     "ServerInfo",
+    "SimulatedStep",
+    "SimulatedTask",
+    "SimulationFigures",
+    "SimulationRun",
+    "SimulationSettings",
     "StepEvent",
     "StepKind",
     "StepReport",
@@ -244,6 +261,7 @@ __all__ = [
     "overrides_of",
     "parse_config",
     "rollout_manager_actor",
+    "simulate",
     "summarise",
     "summary_table",
     "write_trajectories",

@@ -20,6 +20,11 @@ _COMMANDS = (
     ("status", "show a running server, or one of its submissions", "status 7/gsm8k"),
     ("abort", "stop a submission of a running server, or some of its tasks", "abort 7 --reason 'too long'"),
     ("plan", "say what a cluster can hold, without a server", "plan cluster.json scheduler.toml"),
+    (
+        "simulate",
+        "run a server's scheduler in virtual time, without a server, and say how full its nodes are",
+        "simulate scheduler.toml --workload lognormal:median=55 --groups 64 --compare concurrency=4,16",
+    ),
     ("runners", "show what each runner of a running server is at", "runners --target 127.0.0.1:50051"),
     (
         "endpoints",

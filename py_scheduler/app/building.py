@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from py_scheduler.api.generation_http import GenerationHttp
     from py_scheduler.config import ClusterSettings
     from py_scheduler.domain.evaluator import BaseAgent
-    from py_scheduler.domain.ports import GenerationBackend, Journal
+    from py_scheduler.domain.ports import Clock, GenerationBackend, Journal
     from py_scheduler.domain.resources import NodeResource
     from py_scheduler.domain.training.data import DataSource
     from py_scheduler.rollout.sources.python import Factory
@@ -129,10 +129,7 @@ def _find(config: Config, base_dir: Path) -> _Found:
     _check_format(config, faults)
     if config.dataset or config.eval_dataset:
         _check_retention(config.scheduler, faults)
-    batching_strategy: BatchingStrategy = fifo_batching
-    if config.scheduler.batching_strategy:
-        with collecting(faults):
-            batching_strategy = load_strategy(config.scheduler.batching_strategy, "scheduler.batching_strategy")
+    batching_strategy = _load_batching(config, faults)
     if faults:
         raise ConfigError(faults)
     return _Found(
@@ -254,21 +251,63 @@ def _tell_spec(spec: EvaluatorSpec, pool: PlacementPool | None) -> None:
         )
 
 
+def build_simulated(
+    config: Config, base_dir: Path, handler: BaseAgent, clock: Clock
+) -> tuple[Engine, PlacementPool | None]:
+    """The scheduler of a server as it would be, and its pool, but that `handler` stands for every evaluator's own, in
+    the loop, and that it has no journal on disk, no language model and no other clock than this.
+
+    Raises ConfigError with every fault.
+    """
+    config = config.located(base_dir)
+    faults: list[FieldViolation] = []
+    pool = None
+    with collecting(faults):
+        pool = build_pool(config, base_dir)
+    batching_strategy = _load_batching(config, faults)
+    if faults:
+        raise ConfigError(faults)
+    engine = Engine(
+        specs=[
+            _build_spec(msgspec.structs.replace(evaluator, runner="inline"), handler) for evaluator in config.evaluator
+        ],
+        pool=pool,
+        generation_backends={},
+        journal=MemoryJournal(
+            retained_events=config.scheduler.retained_events,
+            retained_bytes=config.scheduler.retained_bytes,
+            unix_time=clock.unix_time,
+        ),
+        clock=clock,
+        settings=config.scheduler,
+        batching_strategy=batching_strategy,
+        namespaces=config.namespace,
+    )
+    return engine, pool
+
+
+def _load_batching(config: Config, faults: list[FieldViolation]) -> BatchingStrategy:
+    if config.scheduler.batching_strategy:
+        with collecting(faults):
+            return load_strategy(config.scheduler.batching_strategy, "scheduler.batching_strategy")
+    return fifo_batching
+
+
 def build_specs(config: Config, faults: list[FieldViolation]) -> list[EvaluatorSpec]:
     """The evaluators with their handlers; `faults` gets what is wrong with the others."""
     specs = []
     for number, evaluator in enumerate(config.evaluator):
         with collecting(faults):
             _log.info("evaluator %s: importing %s", evaluator.evaluator_id, evaluator.handler)
-            specs.append(_build_spec(evaluator, f"evaluator[{number}]"))
+            specs.append(_build_spec(evaluator, _build_handler(evaluator, f"evaluator[{number}]")))
     return specs
 
 
-def _build_spec(evaluator: EvaluatorSettings, key: str) -> EvaluatorSpec:
+def _build_spec(evaluator: EvaluatorSettings, handler: BaseAgent) -> EvaluatorSpec:
     eval_resource = evaluator.run_resource if evaluator.eval_resource is None else evaluator.eval_resource
     return EvaluatorSpec(
         evaluator_id=evaluator.evaluator_id,
-        handler=_build_handler(evaluator, key),
+        handler=handler,
         resource=evaluator.resource,
         run_resource=evaluator.run_resource,
         eval_resource=eval_resource,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +18,16 @@ from py_scheduler.domain.requests import SubmissionSelector
 from py_scheduler.errors import ConfigError
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Iterable
 
     from py_scheduler.client import ClientTls, GenerationClient, SchedulerClient
+    from py_scheduler.config import Config
+    from py_scheduler.knobs import Override
 
 _PIPE_WIDTH = 160
 _DEFAULT_TARGET = "127.0.0.1:50051"
 SUBMISSION_HELP = 'a submission: a step (7), a label ("7/gsm8k"), or the submission_id that the server gave it'
+_NO_HANDLER = "nothing.is.imported:Handler"
 _SUBMISSION_ID = re.compile(r"s[0-9a-f]{16}")
 
 
@@ -29,6 +35,35 @@ def standard_console() -> Console:
     """A pipe has no width; what reads it had rather have whole lines."""
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def positive(text: str) -> int:
+    """Of an option that is a number of things. Raises ArgumentTypeError."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def read_specs(path: Path, overrides: Iterable[Override]) -> Config:
+    """A server's configuration, or any TOML or JSON file with evaluators, which need name no handler: none is imported.
+    Raises ConfigError.
+    """
+    from py_scheduler.config import convert_config  # noqa: PLC0415 - likewise
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the evaluators' file {path}: {reason}") from error
+    if not isinstance(tables, dict):
+        raise ConfigError(f'{path} must hold an object such as {{"evaluator": [...]}}')
+    evaluators = tables.get("evaluator")
+    for table in evaluators if isinstance(evaluators, list) else []:
+        if isinstance(table, dict):
+            table.setdefault("handler", _NO_HANDLER)
+    return convert_config(tables, overrides)
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,18 +6,15 @@ Needs no handler and no engine: an evaluator table may leave `handler` out, and 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from py_scheduler.app import cluster_nodes
-from py_scheduler.commands.common import standard_console
+from py_scheduler.commands.common import positive, read_specs, standard_console
 from py_scheduler.commands.views.plan import PlanView, show_plan
-from py_scheduler.config import convert_config
 from py_scheduler.errors import ConfigError, FieldViolation, InvalidArgumentError
 from py_scheduler.knobs import overrides_of
 from py_scheduler.placement import load_cluster_layout
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 
     from py_scheduler.config import Config, EvaluatorSettings
     from py_scheduler.domain.resources import NodeResource
-
-_NO_HANDLER = "nothing.is.imported:Handler"
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,16 +63,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--memory-gb", "--env-memory-gb", type=float, metavar="GIB", help="GiB of each node whose layout names none"
     )
     parser.add_argument(
-        "--samples-per-task", type=_positive, metavar="N", help="bounds a batch by batch_size times this"
+        "--samples-per-task", type=positive, metavar="N", help="bounds a batch by batch_size times this"
     )
     parser.add_argument("--draw", metavar="EVALUATOR_ID", help="whose packing to draw (default: the first that fits)")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def run(options: argparse.Namespace) -> int:
@@ -94,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 def run_plan(request: PlanRequest, console: Console) -> int:
     """Prints the plan; 0, or 1 when an evaluator's largest batch can never run. Raises InvalidArgumentError."""
-    config = _read_config(request.specs)
+    config = read_specs(request.specs, overrides_of({}, os.environ))
     nodes = _nodes(request, config)
     needs = [_need(evaluator, request.samples_per_task) for evaluator in config.evaluator]
     limit = config.scheduler.max_running_samples
@@ -104,22 +92,6 @@ def run_plan(request: PlanRequest, console: Console) -> int:
     packing = sample_packing(nodes, drawn, limit) if drawn in fitting else None
     show_plan(PlanView(nodes=nodes, plans=plans, drawn=drawn, packing=packing), console)
     return int(len(fitting) < len(needs))
-
-
-def _read_config(path: Path) -> Config:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read the evaluators' file {path}: {reason}") from error
-    if not isinstance(tables, dict):
-        raise ConfigError(f'{path} must hold an object such as {{"evaluator": [...]}}')
-    evaluators = tables.get("evaluator")
-    for table in evaluators if isinstance(evaluators, list) else []:
-        if isinstance(table, dict):
-            table.setdefault("handler", _NO_HANDLER)
-    return convert_config(tables, overrides_of({}, os.environ))
 
 
 def _nodes(request: PlanRequest, config: Config) -> list[NodeResource]:

@@ -171,6 +171,7 @@ def test_every_option_of_every_command_is_explained() -> None:
         "status",
         "abort",
         "plan",
+        "simulate",
         "runners",
         "endpoints",
         "why",

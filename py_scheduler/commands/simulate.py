@@ -1,0 +1,198 @@
+"""`py-scheduler simulate`: a server's scheduler in virtual time, before there is a server."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from py_scheduler.app import cluster_nodes
+from py_scheduler.commands.common import positive, read_specs, standard_console
+from py_scheduler.commands.views.simulate import SimulationView, show_simulation
+from py_scheduler.errors import FieldViolation, InvalidArgumentError
+from py_scheduler.knobs import KNOBS, Kind, Knob, Override, add_flags, overrides_of
+from py_scheduler.simulation.simulate import LostNode, SimulationSettings, simulate
+from py_scheduler.simulation.workload import DrawnWorkload, parse_distribution
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console
+
+    from py_scheduler.config import Config
+
+_FLAGS = (
+    "--env-cluster-layout",
+    "--env-num-cpus",
+    "--env-memory-gb",
+    "--evaluator-batch-size",
+    "--evaluator-concurrency",
+)
+_KNOBS = tuple(knob for knob in KNOBS if knob.flag in _FLAGS)
+_AHEAD = "ahead"
+_SHORT = {"concurrency": "evaluator[].resource.concurrency", "batch_size": "evaluator[].batch_size"}
+_SWITCHES = ("true", "false")
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """One way to set what is compared. label: as it was typed, empty for the configuration as it is."""
+
+    label: str
+    overrides: tuple[Override, ...]
+    ahead: str
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"{parser.description} No handler is imported: samples take as long as the workload says. Exit code 1: work is "
+        "left that nothing can bring to its end."
+    )
+    parser.add_argument(
+        "specs", type=Path, metavar="SPECS", help="a server's configuration, or any TOML or JSON file with evaluators"
+    )
+    add_flags(parser, _KNOBS)
+    parser.add_argument(
+        "--workload",
+        default="lognormal",
+        metavar="DISTRIBUTION",
+        help="how long a sample takes, in seconds: lognormal, pareto, constant or empirical:FILE, with more words such "
+        "as lognormal:median=55,sigma=1,longest=1800,alike=0.5 (default %(default)s)",
+    )
+    for flag, default, what in (
+        ("--steps", 1, "steps of the trainer"),
+        ("--groups", 64, "tasks of a step"),
+        ("--samples", 8, "samples of a task"),
+    ):
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{what} (default %(default)s)")
+    parser.add_argument("--evaluator", default="", metavar="ID", help="who runs the tasks (default: the first one)")
+    parser.add_argument(
+        "--eval-groups", type=int, default=0, metavar="N", help="evals of one sample beside each step (default 0)"
+    )
+    parser.add_argument("--eval-evaluator", default="", metavar="ID", help="who runs them (default: that of the tasks)")
+    parser.add_argument(
+        "--ahead",
+        default="0",
+        metavar="N",
+        help='steps that may be submitted beyond the oldest that is not done (default 0: each waits), or "all"',
+    )
+    parser.add_argument(
+        "--infra-rate", type=float, default=0.0, metavar="P", help="how likely the infrastructure fails an attempt"
+    )
+    parser.add_argument(
+        "--lose-node", action="append", default=[], metavar="IP@SECONDS", help="a node that goes then; may be repeated"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same one gives the same run (default 0)")
+    parser.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,..",
+        help="runs the same workload with each value of a key of the configuration (scheduler.max_bypass, "
+        "evaluator[].batch_size; short: concurrency, batch_size) or of --ahead; may be repeated, for every combination",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object to a line for each run")
+
+
+def run(options: argparse.Namespace) -> int:
+    log = logging.getLogger("py_scheduler")
+    level = log.level
+    log.setLevel(logging.ERROR)  # What fails in a simulation was asked to.
+    try:
+        return run_simulations(options, standard_console())
+    finally:
+        log.setLevel(level)
+
+
+def run_simulations(options: argparse.Namespace, console: Console) -> int:
+    """Prints the figures of each variant; 0. Raises SchedulerError."""
+    workload = DrawnWorkload(
+        distribution=parse_distribution(options.workload),
+        steps=options.steps,
+        groups=options.groups,
+        samples=options.samples,
+        eval_groups=options.eval_groups,
+        evaluator_id=options.evaluator,
+        eval_evaluator_id=options.eval_evaluator,
+    )
+    base_dir = options.specs.resolve().parent
+    turned = overrides_of(vars(options), os.environ, _KNOBS)
+    # All are read before any runs: a fault in the last one shows at once.
+    planned = [
+        (variant, _config(options, [*turned, *variant.overrides], workload), _settings(options, variant.ahead))
+        for variant in _variants(options)
+    ]
+    views = []
+    for variant, config, settings in planned:
+        ran = simulate(config, workload, settings, seed=options.seed, base_dir=base_dir)
+        views.append(SimulationView(label=variant.label, figures=ran.figures))
+        if options.json:
+            line = {"variant": variant.label, "seed": options.seed} | msgspec.to_builtins(ran.figures)
+            console.out(msgspec.json.encode(line).decode(), highlight=False)
+    if not options.json:
+        show_simulation(views, cluster_nodes(planned[0][1].cluster, base_dir) or [], console)
+    return 0
+
+
+def _config(options: argparse.Namespace, overrides: Sequence[Override], workload: DrawnWorkload) -> Config:
+    config = read_specs(options.specs, overrides)
+    known = [evaluator.evaluator_id for evaluator in config.evaluator]
+    for flag, named in (("--evaluator", workload.evaluator_id), ("--eval-evaluator", workload.eval_evaluator_id)):
+        if named and named not in known:
+            raise InvalidArgumentError(f"no evaluator is called {named!r}: there are {', '.join(known)}", flag)
+    return config
+
+
+def _settings(options: argparse.Namespace, ahead: str) -> SimulationSettings:
+    if ahead != "all" and not ahead.isdecimal():
+        raise InvalidArgumentError(f'is {ahead!r}, must be a whole number or "all"', "--ahead")
+    return SimulationSettings(
+        ahead=None if ahead == "all" else int(ahead),
+        infra_rate=options.infra_rate,
+        lost_nodes=tuple(map(_lost_node, options.lose_node)),
+    )
+
+
+def _lost_node(text: str) -> LostNode:
+    node_ip, _, seconds = text.rpartition("@")
+    try:
+        return LostNode(node_ip, float(seconds))
+    except ValueError:
+        raise InvalidArgumentError(f"{text!r} is not IP@SECONDS", "--lose-node") from None
+
+
+def _variants(options: argparse.Namespace) -> Iterator[Variant]:
+    """Every combination of what is to be compared."""
+    axes: list[list[tuple[str, str]]] = []
+    for text in options.compare:
+        key, _, values = text.partition("=")
+        if not key or not values:
+            raise InvalidArgumentError([FieldViolation("--compare", f"{text!r} is not KEY=A,B,..")])
+        axes.append([(key, value) for value in values.split(",")])
+    for chosen in itertools.product(*axes):
+        ahead = options.ahead
+        overrides = []
+        for key, value in chosen:
+            if key == _AHEAD:
+                ahead = value
+            else:
+                knob = Knob(variable="", keys=(_SHORT.get(key, key),), kind=_kind_of(value), help="")
+                overrides.append(Override(knob, value, "--compare"))
+        yield Variant(", ".join(f"{key}={value}" for key, value in chosen), tuple(overrides), ahead)
+
+
+def _kind_of(value: str) -> Kind:
+    """As TOML would read it."""
+    if value in _SWITCHES:
+        return Kind.SWITCH
+    if value.isdecimal():
+        return Kind.COUNT
+    try:
+        float(value)
+    except ValueError:
+        return Kind.TEXT
+    return Kind.NUMBER
