@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError
 
 if TYPE_CHECKING:
@@ -19,12 +20,15 @@ def check_request(request: GenerationRequest, info: ModelInfo, max_new_tokens: i
     Raises ContextOverflowError when prompt and `max_new_tokens` together exceed the context. Against a vocabulary that
     is not known yet no id is checked.
     """
-    ids = request.token_ids
+    try:
+        ids = Prompt.of(request.token_ids)
+    except OverflowError as error:
+        raise EngineRejectedError(f"no model has such token ids: {error}") from error
     if not ids:
         raise EngineRejectedError("the prompt is empty: give at least one token id")
     if max_new_tokens < 1:
         raise EngineRejectedError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
-    low, high = min(ids), max(ids)
+    low, high = ids.low, ids.high
     if low < 0 or (info.vocab_size and high >= info.vocab_size):
         outside = low if low < 0 else high
         raise EngineRejectedError(

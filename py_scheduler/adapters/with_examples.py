@@ -19,6 +19,7 @@ import msgspec
 
 from py_scheduler.domain.generation import ChatMessage
 from py_scheduler.domain.ports import ProbedBackend, base_of
+from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import ConfigError, EngineRejectedError, EngineUnavailableError, GenerationError
 
 if TYPE_CHECKING:
@@ -82,12 +83,12 @@ class _Opening(msgspec.Struct, frozen=True):
         """Tokens that a request becomes longer by."""
         return len(self.taught) - len(self.plain)
 
-    def teach(self, token_ids: Sequence[int]) -> list[int] | None:
+    def teach(self, token_ids: Prompt) -> Prompt | None:
         """The request after the examples; None when it begins otherwise."""
         shared = _common(token_ids, self.plain)
         if shared < self.least:
             return None
-        return [*self.taught[: self.added + shared], *token_ids[shared:]]
+        return Prompt.of(self.taught[: self.added + shared]).grown(token_ids[shared:])
 
 
 class WithExamplesBackend:
@@ -137,8 +138,9 @@ class WithExamplesBackend:
 
         Raises EngineRejectedError for a context that does not begin as the model's chat template does.
         """
+        prompt = Prompt.of(request.token_ids)
         for opening in await self._learnt():
-            taught = opening.teach(request.token_ids)
+            taught = opening.teach(prompt)
             if taught is not None:
                 return await self._base.generate(msgspec.structs.replace(request, token_ids=taught))
         raise EngineRejectedError(

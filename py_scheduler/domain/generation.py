@@ -5,9 +5,16 @@ Source: seed 1, section 2 (the cascade); the field names are SGLang's.
 
 from __future__ import annotations
 
+from array import array
 from enum import StrEnum
+from functools import cached_property
+from sys import byteorder
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 STUDENT = "student"
 """The role whose weights are trained."""
@@ -145,29 +152,98 @@ class WeightSpan(msgspec.Struct, frozen=True, gc=False):
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One generation: `token_ids` is the whole context so far; `rid` names it for an abort.
 
+    An episode asks with a `domain.prompt.Prompt`, which keeps from turn to turn what a backend makes of its ids.
     `session_id` is the same for all turns of one episode, so that a backend may reuse its prefix cache.
     """
 
     rid: str
-    token_ids: tuple[int, ...] | list[int]
+    token_ids: Sequence[int]
     sampling: SamplingParams
     session_id: str = ""
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What came back: `log_probs[i]` belongs to `token_ids[i]`; spans count from the first generated token.
 
-    A finish reason ABORT means incomplete: what is here is a prefix of what was asked for.
+    Tokens are little-endian bytes, an int32 and a float32 for each, as in a `Trajectory`: from the backend to the
+    journal they become no objects. A finish reason ABORT means incomplete: what is here is a prefix of what was asked
+    for.
     """
 
-    token_ids: list[int]
-    log_probs: list[float]
+    token_id_bytes: bytes
+    log_prob_bytes: bytes
     text: str
     finish_reason: FinishReason
     weight_spans: tuple[WeightSpan, ...] = ()
     log_prob_kind: LogProbKind = LogProbKind.SAMPLED
     prompt_tokens: int = 0
     cached_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Iterable[int],
+        log_probs: Iterable[float],
+        *,
+        text: str,
+        finish_reason: FinishReason,
+        weight_spans: tuple[WeightSpan, ...] = (),
+        log_prob_kind: LogProbKind = LogProbKind.SAMPLED,
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
+    ) -> Generation:
+        """Out of numbers. Raises OverflowError for an id that is no int32."""
+        return cls(
+            token_id_bytes=little_endian(array("i", token_ids)),
+            log_prob_bytes=little_endian(array("f", log_probs)),
+            text=text,
+            finish_reason=finish_reason,
+            weight_spans=weight_spans,
+            log_prob_kind=log_prob_kind,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+        )
+
+    @property
+    def token_count(self) -> int:
+        """Generated tokens; reading it makes no list."""
+        return len(self.token_id_bytes) // 4
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """Made when it is first read."""
+        return token_ids_of(self.token_id_bytes).tolist()
+
+    @cached_property
+    def log_probs(self) -> list[float]:
+        """Natural logarithms, made when they are first read."""
+        return log_probs_of(self.log_prob_bytes).tolist()
+
+
+def little_endian(values: array[int] | array[float]) -> bytes:
+    """As token ids and log-probs travel and are stored."""
+    if byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def token_ids_of(stored: bytes) -> array[int]:
+    """Of little-endian int32. Raises ValueError for a broken length."""
+    ids: array[int] = _native("i", stored)
+    return ids
+
+
+def log_probs_of(stored: bytes) -> array[float]:
+    """Of little-endian float32. Raises ValueError for a broken length."""
+    return _native("f", stored)
+
+
+def _native(typecode: str, stored: bytes) -> array[Any]:
+    values: array[Any] = array(typecode, stored)
+    if byteorder == "big":
+        values.byteswap()
+    return values
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from sys import byteorder
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
+from py_scheduler.domain.generation import (
+    FinishReason,
+    Generation,
+    LogProbKind,
+    WeightSpan,
+    little_endian,
+    log_probs_of,
+    token_ids_of,
+)
+from py_scheduler.domain.prompt import Prompt, ends_of, id_array
 from py_scheduler.domain.values.plain import safe_text
 
 if TYPE_CHECKING:
@@ -94,7 +102,7 @@ EMPTY_TRAJECTORY = Trajectory()
 class TrajectoryBuilder:
     """Appends only: what was said once is never tokenised again."""
 
-    __slots__ = ("_log_probs", "_loss_mask", "_spans", "_turns", "token_ids")
+    __slots__ = ("_asked", "_log_probs", "_loss_mask", "_spans", "_turns", "token_ids")
 
     def __init__(self) -> None:
         self.token_ids = array("i")
@@ -102,17 +110,24 @@ class TrajectoryBuilder:
         self._loss_mask = bytearray()
         self._turns: list[Turn] = []
         self._spans: list[WeightSpan] = []
+        self._asked = Prompt.of(())
 
     @property
     def turns_generated(self) -> int:
         return sum(turn.source != ENVIRONMENT for turn in self._turns)
 
+    def prompt(self) -> Prompt:
+        """The context so far. It keeps what was made of the one before."""
+        self._asked = self._asked.grown(self.token_ids[len(self._asked) :])
+        return self._asked
+
     def append_environment(self, token_ids: Iterable[int], text: str = "") -> None:
         """Tokens that the model reads but did not write: prompts, tool results."""
         # Made whole first: a faulty id raises here and leaves the arrays as they were.
-        added = array("i", [*token_ids])
-        if added and min(added) < 0:
-            raise ValueError(f"{min(added)} is no token id")
+        added = id_array(token_ids)
+        low, _ = ends_of(added)
+        if low < 0:
+            raise ValueError(f"{low} is no token id")
         start, count = len(self.token_ids), len(added)
         self.token_ids.extend(added)
         self._log_probs.frombytes(bytes(4 * count))
@@ -121,10 +136,9 @@ class TrajectoryBuilder:
 
     def append_generation(self, generation: Generation, source: str) -> None:
         """Tokens that the backend in role `source` generated, complete or partial."""
-        if len(generation.token_ids) != len(generation.log_probs):
-            message = f"{len(generation.token_ids)} token ids came with {len(generation.log_probs)} log-probs"
-            raise ValueError(message)
-        added, log_probs = array("i", generation.token_ids), array("f", generation.log_probs)
+        added, log_probs = token_ids_of(generation.token_id_bytes), log_probs_of(generation.log_prob_bytes)
+        if len(added) != len(log_probs):
+            raise ValueError(f"{len(added)} token ids came with {len(log_probs)} log-probs")
         start, count = len(self.token_ids), len(added)
         self.token_ids.extend(added)
         self._log_probs.extend(log_probs)
@@ -149,8 +163,8 @@ class TrajectoryBuilder:
         if not self._turns:
             return EMPTY_TRAJECTORY
         return Trajectory(
-            token_id_bytes=_little_endian(self.token_ids),
-            log_prob_bytes=_little_endian(self._log_probs),
+            token_id_bytes=little_endian(self.token_ids),
+            log_prob_bytes=little_endian(self._log_probs),
             loss_mask_bytes=bytes(self._on_policy_mask() if mask_off_policy_prefix else self._loss_mask),
             turns=tuple(self._turns),
             weight_spans=tuple(self._spans),
@@ -165,10 +179,3 @@ class TrajectoryBuilder:
             if span.version != newest[source]:
                 mask[span.start : span.end] = bytes(span.end - span.start)
         return mask
-
-
-def _little_endian(values: array[int] | array[float]) -> bytes:
-    if byteorder == "big":
-        values = values[:]
-        values.byteswap()
-    return values.tobytes()

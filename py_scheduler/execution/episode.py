@@ -241,7 +241,7 @@ class HandlerEpisode:
         try:
             request = GenerationRequest(
                 rid=f"{self._session_id}-{record.turns_generated}",
-                token_ids=list(record.token_ids),
+                token_ids=record.prompt(),
                 sampling=await turn_sampling(
                     gateway,
                     role,

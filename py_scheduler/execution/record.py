@@ -14,6 +14,7 @@ from py_scheduler.errors import FailedPreconditionError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from py_scheduler.domain.prompt import Prompt
     from py_scheduler.execution.generation.gateway import GenerationGateway
 
 _MAX_TEXT = 1 << 20
@@ -38,6 +39,10 @@ class EpisodeRecord:
     def token_ids(self) -> Sequence[int]:
         return self._builder.token_ids
 
+    def prompt(self) -> Prompt:
+        """See `TrajectoryBuilder.prompt`."""
+        return self._builder.prompt()
+
     @property
     def turns_generated(self) -> int:
         return self._builder.turns_generated
@@ -59,7 +64,7 @@ class EpisodeRecord:
         """Adds tokens that the backend in this role generated."""
         self._builder.append_generation(generation, role)
         gateway = self._gateway
-        if generation.token_ids and STUDENT in gateway and gateway.have_same_weights(role, STUDENT):
+        if generation.token_count and STUDENT in gateway and gateway.have_same_weights(role, STUDENT):
             history = gateway.weights(role)
             # Weights without a name are known only to have been there just now.
             epochs = [history.epoch_of(span.version) for span in generation.weight_spans] or [history.epoch]
@@ -69,7 +74,7 @@ class EpisodeRecord:
 
     def keep(self, partial: object, role: str) -> None:
         """Adds what a generation that was cut short has made, if it has made any."""
-        if isinstance(partial, Generation) and partial.token_ids:
+        if isinstance(partial, Generation) and partial.token_count:
             self.append(partial, role)
 
     @property

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from py_scheduler import errors
-from py_scheduler.domain.generation import STUDENT, Generation, SamplingParams, StoppingCriteria
+from py_scheduler.domain.generation import (
+    STUDENT,
+    Generation,
+    SamplingParams,
+    StoppingCriteria,
+    little_endian,
+    token_ids_of,
+)
+from py_scheduler.domain.prompt import id_array
 from py_scheduler.domain.runners.frames import (
     Answer,
     Ask,
@@ -190,7 +198,7 @@ class EpisodeClient:
         self.iteration: IterationContext | None = said.iteration
         self.termination_reason = ""
         self._is_over = False
-        self._token_ids: list[int] = []
+        self._token_ids = array("i")
         self._known: dict[str, Any] = {}
 
     def close(self) -> None:
@@ -208,7 +216,7 @@ class EpisodeClient:
     def token_ids(self) -> Sequence[int]:
         # A context only grows, and not by this handler alone: clients of the episode's API add to it too.
         answer = self._ask(LookAtContext(start=len(self._token_ids)))
-        self._token_ids.extend(msgspec.msgpack.decode(answer, type=list[int]))
+        self._token_ids.extend(token_ids_of(msgspec.msgpack.decode(answer, type=bytes)))
         return self._token_ids
 
     @property
@@ -252,11 +260,11 @@ class EpisodeClient:
 
     def observe(self, token_ids: Iterable[int], text: str = "") -> None:
         # The array takes what the record's own takes, and raises what that raises.
-        ids = array("i", [*token_ids]).tolist()
+        ids = id_array(token_ids)
         given: object = text
         if not isinstance(given, str):
             raise ValueError(f"text must be a string, not {type(given).__name__}")  # noqa: TRY004 -- as in the loop
-        self._ask(Observe(token_ids=ids, text=safe_text(text)))
+        self._ask(Observe(token_id_bytes=little_endian(ids), text=safe_text(text)))
 
     async def generate(
         self, *, role: str = STUDENT, max_new_tokens: int | None = None, sampling: SamplingParams | None = None

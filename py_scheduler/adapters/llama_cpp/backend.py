@@ -42,6 +42,7 @@ from py_scheduler.adapters.llama_cpp.process import LlamaProcess
 from py_scheduler.adapters.llama_cpp.stream import Candidate, Chunk, Received, fill_gaps
 from py_scheduler.adapters.request_checks import check_request
 from py_scheduler.domain.generation import Generation, GenerationRequest, LogProbKind, ModelInfo, SamplingParams
+from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
 
 if TYPE_CHECKING:
@@ -181,13 +182,14 @@ class LlamaCppBackend:
         info = await self.model_info()
         body = completion_body(request.sampling, self._settings.default_max_new_tokens, info.context_length)
         check_request(request, info, body["n_predict"])
-        body["prompt"] = list(request.token_ids)
+        prompt = Prompt.of(request.token_ids)
+        body["prompt"] = msgspec.Raw(prompt.json())
         received = Received(request.sampling)
         with self._flights.enter(request.rid) as flight:
             try:
                 async with flight.watched(), self._slots:
                     await self._receive(body, flight, received)
-                    await fill_gaps(received, body["prompt"], self._likeliest)
+                    await fill_gaps(received, prompt, self._likeliest)
             except LOST_CONNECTION as error:
                 partial = received.generation(info.weight_version, complete=False)
                 if flight.abort_requested:

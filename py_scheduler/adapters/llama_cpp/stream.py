@@ -18,7 +18,7 @@ from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind
 from py_scheduler.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from py_scheduler.domain.generation import SamplingParams
 
@@ -106,9 +106,9 @@ class Received:
         if self.gaps and not complete:
             tokens, text = self.gaps[0].start, self.gaps[0].text_start
         reason = self.finish_reason if complete else None
-        return Generation(
-            token_ids=self.token_ids[:tokens],
-            log_probs=self.log_probs[:tokens],
+        return Generation.of(
+            self.token_ids[:tokens],
+            self.log_probs[:tokens],
             text=self._text[:text].decode(errors="replace"),
             finish_reason=reason or FinishReason.ABORT,
             weight_spans=(WeightSpan(weight_version, 0, tokens),) if tokens else (),
@@ -127,7 +127,7 @@ class Received:
 
 
 async def fill_gaps(
-    received: Received, prompt: list[int], likeliest: Callable[[list[int], bytes], Awaitable[list[Candidate]]]
+    received: Received, prompt: Sequence[int], likeliest: Callable[[list[int], bytes], Awaitable[list[Candidate]]]
 ) -> None:
     """Finds the ids and log-probs that the stream left out.
 
@@ -141,7 +141,7 @@ async def fill_gaps(
             bytes_for_the_others = gap.start + gap.count - place
             fitting = [
                 candidate
-                for candidate in await likeliest(prompt + received.token_ids[:place], text)
+                for candidate in await likeliest([*prompt, *received.token_ids[:place]], text)
                 if len(candidate.bytes) <= len(text) - bytes_for_the_others
             ]
             if not fitting:

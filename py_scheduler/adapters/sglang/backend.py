@@ -264,7 +264,7 @@ class SglangBackend(SglangControl):
         if isinstance(error, AttemptFailedError):
             return self._cut_short(flight, output, str(error))
         partial = output.partial()
-        error.partial = partial if partial.token_ids else None
+        error.partial = partial if partial.token_count else None
         raise error
 
     def _cut_short(self, flight: Flight, output: Output, reason: str) -> Generation:
@@ -273,12 +273,12 @@ class SglangBackend(SglangControl):
         partial = output.partial()
         if flight.abort_requested:
             return partial
-        if not partial.token_ids and not flight.was_cut:
+        if not partial.token_count and not flight.was_cut:
             raise AttemptFailedError(reason)
         if flight.was_cut:
             reason = "the engine was closed"
         raise EngineUnavailableError(
-            f"{self._http.base_url}: {reason}; {len(partial.token_ids)} tokens were received", partial
+            f"{self._http.base_url}: {reason}; {partial.token_count} tokens were received", partial
         )
 
     async def _abort_at_server(self, rid: str) -> None:

@@ -14,7 +14,7 @@ from py_scheduler.domain.generation import FinishReason, Generation
 from py_scheduler.errors import EngineUnavailableError
 
 BAD_REQUEST, SERVER_ERRORS = 400, 500
-NOTHING = Generation(token_ids=[], log_probs=[], text="", finish_reason=FinishReason.ABORT)
+NOTHING = Generation(token_id_bytes=b"", log_prob_bytes=b"", text="", finish_reason=FinishReason.ABORT)
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -398,4 +398,4 @@ class SglangFleet(FleetControl):
 
 
 def has_tokens(partial: object) -> bool:
-    return isinstance(partial, Generation) and bool(partial.token_ids)
+    return isinstance(partial, Generation) and partial.token_count > 0

@@ -30,7 +30,7 @@ from py_scheduler.adapters.sglang.events import (
     head_of_repeating,
 )
 from py_scheduler.adapters.sglang.streaming import Streaming
-from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan
+from py_scheduler.domain.generation import FinishReason, Generation, LogProbKind, WeightSpan, little_endian
 from py_scheduler.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Output:
         self.streaming: Streaming | None = None
         self.refused: Refused | None = None
         self._token_ids = array("i")
-        self._log_probs = array("d")
+        self._log_probs = array("f")
         self._texts: list[str] = []
         self._spans: list[_Span] = []
         """The weights that the server named with the event that first had the token. They may reach further than the
@@ -228,8 +228,8 @@ class Output:
     def _made(self, reason: FinishReason, text: str, spans: Sequence[SaidSpan | _Span]) -> Generation:
         count = len(self._token_ids)
         return Generation(
-            token_ids=self._token_ids.tolist(),
-            log_probs=self._log_probs.tolist(),
+            token_id_bytes=little_endian(self._token_ids),
+            log_prob_bytes=little_endian(self._log_probs),
             text=text,
             finish_reason=reason,
             weight_spans=tuple(

@@ -9,6 +9,7 @@ import msgspec
 
 from py_scheduler.adapters.sglang.events import SERVER_ERRORS
 from py_scheduler.adapters.sglang.streaming import Streaming, stream_interval
+from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def generate_body(request: GenerationRequest, settings: SglangSettings, streamin
     if is_stream and interval is not None:
         sampling["stream_interval"] = interval
     body = {
-        "input_ids": list(request.token_ids),
+        "input_ids": msgspec.Raw(Prompt.of(request.token_ids).json()),
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": is_stream,

@@ -185,7 +185,7 @@ def chat_completion(
     generation: Generation, *, completion_id: str, created: int, model: str, prompt_tokens: int, wants_log_probs: bool
 ) -> Mapping[str, Any]:
     """The body of the answer."""
-    made = len(generation.token_ids)
+    made = generation.token_count
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": generation.text, "refusal": None},
@@ -209,11 +209,18 @@ def chat_completion(
     }
 
 
+class _ScoredToken(msgspec.Struct, frozen=True, gc=False):
+    """Goes by its id: the text of a single token may be half a character."""
+
+    token: str
+    logprob: float
+    bytes: None = None
+    top_logprobs: tuple[()] = ()
+
+
 def _log_probs(generation: Generation) -> dict[str, Any]:
-    """Tokens go by their ids: the text of a single one may be half a character."""
     pairs = zip(generation.token_ids, generation.log_probs, strict=True)
-    content: list[dict[str, Any]] = [
-        {"token": f"token_id:{token_id}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
-        for token_id, log_prob in pairs
-    ]
-    return {"content": content, "refusal": None}
+    return {
+        "content": [_ScoredToken(f"token_id:{token_id}", log_prob) for token_id, log_prob in pairs],
+        "refusal": None,
+    }

@@ -28,7 +28,7 @@ from py_scheduler.domain.results import Outcome, SampleDone
 from py_scheduler.domain.task import Sample, Task
 from py_scheduler.domain.training.iteration import IterationContext
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -42,13 +42,15 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
 
 class LookAtContext(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """The token ids from `start` on."""
+    """The token ids from `start` on, as the bytes of a `Generation`."""
 
     start: int
 
 
 class Observe(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    token_ids: list[int]
+    """token_id_bytes: as those of a `Generation`."""
+
+    token_id_bytes: bytes
     text: str
 
 

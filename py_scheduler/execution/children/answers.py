@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from py_scheduler.domain.generation import Generation
+from py_scheduler.domain.generation import Generation, little_endian, token_ids_of
+from py_scheduler.domain.prompt import id_array
 from py_scheduler.domain.runners.frames import (
     Answer,
     Ask,
@@ -114,13 +115,13 @@ def _cancel_once(task: asyncio.Task[None]) -> None:
 
 def _known_at_once(episode: Episode, question: Look | LookAtContext | Observe | Show) -> object:
     if isinstance(question, Observe):
-        episode.observe(question.token_ids, question.text)
+        episode.observe(token_ids_of(question.token_id_bytes), question.text)
         return None
     if isinstance(question, Show):
         episode.show(question.key, question.value)
         return None
     if isinstance(question, LookAtContext):
-        return list(episode.token_ids[question.start :])
+        return little_endian(id_array(episode.token_ids[question.start :]))
     match question.name:
         case "sampling":
             return episode.sampling

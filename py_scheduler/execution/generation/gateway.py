@@ -30,8 +30,10 @@ from py_scheduler.domain.generation import (
     PauseMode,
     WeightSpan,
     WeightUpdate,
+    token_ids_of,
 )
 from py_scheduler.domain.ports import CONTROLLED_KINDS_SAID, GenerationControl, MovableBackend, ProbedBackend, base_of
+from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import (
     EngineRejectedError,
     EngineUnavailableError,
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 3.0
-_NOTHING = Generation(token_ids=[], log_probs=[], text="", finish_reason=FinishReason.ABORT)
+_NOTHING = Generation(token_id_bytes=b"", log_prob_bytes=b"", text="", finish_reason=FinishReason.ABORT)
 AnswerT = TypeVar("AnswerT")
 
 
@@ -158,7 +160,7 @@ class GenerationGateway:
             budget = await _budget(role.backend, request) if resumes else None
             if budget is not None:
                 made = _joined(made, generation)
-                if len(made.token_ids) >= budget:
+                if made.token_count >= budget:
                     return msgspec.structs.replace(made, finish_reason=FinishReason.LENGTH)
                 rest = _rest_of(request, made, budget)
         return made or _NOTHING
@@ -387,18 +389,19 @@ def _rest_of(request: GenerationRequest, made: Generation, budget: int) -> Gener
     The backend takes `made` for a part of the prompt. So it does not see a stop string that begins in `made`, and its
     penalties count `made` as prompt.
     """
-    count = len(made.token_ids)
+    count = made.token_count
     sampling = msgspec.structs.replace(request.sampling, max_new_tokens=budget - count)
     if sampling.min_new_tokens:
         sampling = msgspec.structs.replace(sampling, min_new_tokens=max(0, sampling.min_new_tokens - count))
-    return msgspec.structs.replace(request, token_ids=[*request.token_ids, *made.token_ids], sampling=sampling)
+    context = Prompt.of(request.token_ids).grown(token_ids_of(made.token_id_bytes))
+    return msgspec.structs.replace(request, token_ids=context, sampling=sampling)
 
 
 def _joined(made: Generation | None, more: Generation) -> Generation:
     """Both parts as one generation; it ends as the second one did."""
-    if made is None or not made.token_ids:
+    if made is None or not made.token_count:
         return more
-    start = len(made.token_ids)
+    start = made.token_count
     spans = list(made.weight_spans)
     for span in more.weight_spans:
         end = start + span.end
@@ -408,8 +411,8 @@ def _joined(made: Generation | None, more: Generation) -> Generation:
             spans.append(WeightSpan(span.version, start + span.start, end))
     return msgspec.structs.replace(
         more,
-        token_ids=[*made.token_ids, *more.token_ids],
-        log_probs=[*made.log_probs, *more.log_probs],
+        token_id_bytes=made.token_id_bytes + more.token_id_bytes,
+        log_prob_bytes=made.log_prob_bytes + more.log_prob_bytes,
         text=made.text + more.text,
         weight_spans=tuple(spans),
         # Those of the request's own prompt: the second part's prompt holds the first part.

@@ -66,7 +66,7 @@ class Words:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.calls += 1
-        return Generation(token_ids=[self.token_id], log_probs=[-0.5], text="w", finish_reason=FinishReason.STOP)
+        return Generation.of(token_ids=[self.token_id], log_probs=[-0.5], text="w", finish_reason=FinishReason.STOP)
 
     async def abort(self, rid: str) -> None: ...
 

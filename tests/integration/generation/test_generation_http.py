@@ -71,7 +71,7 @@ async def test_an_answer_has_the_shape_that_clients_know() -> None:
     assert status == 200
     assert body.pop("created") > 1_700_000_000
     tokens: list[dict[str, Any]] = [
-        {"token": f"token_id:{100 + i}", "logprob": -i / 100, "bytes": None, "top_logprobs": []} for i in range(2)
+        {"token": f"token_id:{100 + i}", "logprob": -i / 128, "bytes": None, "top_logprobs": []} for i in range(2)
     ]
     prompt = len("<system>Be brief.<user>Hello<assistant>")
     assert body == {

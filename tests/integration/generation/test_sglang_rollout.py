@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from py_scheduler._generated.rollout_scheduler.v1 import task_pb2
 from py_scheduler.adapters.http_client import RetrySettings
 from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.adapters.sglang.settings import SglangSettings
@@ -16,6 +17,8 @@ from py_scheduler.domain.generation import SamplingParams
 from py_scheduler.domain.requests import AbortRequest
 from py_scheduler.domain.results import AgentResult, Outcome, Reward, TaskState
 from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.wire.results import encode_sample
+from tests.support.buffers import forbid_lists
 from tests.support.handlers import spec_of
 from tests.support.harness import Harness, running_engine, task_of
 from tests.support.models.scripted_sglang import FIRST_TOKEN, Script, ScriptedSglang
@@ -72,9 +75,22 @@ async def test_samples_carry_ids_log_probs_mask_and_version() -> None:
         assert trajectory.token_ids[: len(PROMPT)].tolist() == PROMPT
         assert trajectory.token_ids[len(PROMPT)] == FIRST_TOKEN
         assert trajectory.loss_mask.tolist() == [0] * len(PROMPT) + [1] * NEW_TOKENS
-        expected = [0.0] * len(PROMPT) + [-0.01 * position for position in range(NEW_TOKENS)]
+        expected = [0.0] * len(PROMPT) + [-position / 128 for position in range(NEW_TOKENS)]
         assert trajectory.log_probs.tolist() == pytest.approx(expected)
         assert [(span.start, span.end) for span in trajectory.weight_spans] == [(3, 3 + NEW_TOKENS)]
+
+
+async def test_tokens_stay_buffers_from_the_server_to_the_frame_that_a_watcher_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A list of a generation's ids or log-probs is for a handler that reads one; the scheduler itself makes none."""
+    forbid_lists(monkeypatch)
+    async with rollout() as (harness, _):
+        (sample,) = await harness.samples(await harness.submit([task_of()]))
+    message = task_pb2.SampleDone()
+    encode_sample(sample, message)
+    assert message.trajectory.token_ids == sample.trajectory.token_id_bytes
+    assert (sample.outcome, len(sample.trajectory)) == (Outcome.SOLVED, len(PROMPT) + NEW_TOKENS)
 
 
 class ImpatientAgent(OneTurnAgent):

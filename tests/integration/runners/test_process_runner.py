@@ -26,6 +26,7 @@ from py_scheduler.domain.results import Outcome, TaskState
 from py_scheduler.domain.task import Task, TaskConfig
 from py_scheduler.domain.training.iteration import IterationContext
 from tests.support.agents.child_handlers import OddAgent
+from tests.support.buffers import forbid_lists
 from tests.support.fake_clock import settle
 from tests.support.handlers import gpu_spec, spec_of, two_nodes
 from tests.support.harness import run_one, running_engine, task_of
@@ -79,6 +80,13 @@ async def test_records_and_outcomes_are_those_of_a_handler_in_the_loop(prompt: s
     for name in ("outcome", "trajectory", "termination_reason", "error", "phase"):
         assert getattr(there, name) == getattr(here, name), name
     assert len(there.trajectory) == len(here.trajectory)
+
+
+async def test_the_server_makes_no_objects_of_the_tokens_that_a_child_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_lists(monkeypatch)
+    async with children(generation_backends={"student": ScriptedModel("one", "two")}) as harness:
+        sample = await run_one(harness, "generate 2")
+    assert (sample.outcome, sample.trajectory.generated_tokens) == (Outcome.SOLVED, 8)
 
 
 async def test_the_environment_of_a_child_is_what_the_server_says_and_nothing_else(

@@ -46,9 +46,9 @@ class _Flight:
             else:
                 spans.append(WeightSpan(version, number, number + 1))
         ids = list(range(start, start + len(self.versions)))
-        return Generation(
+        return Generation.of(
             token_ids=ids,
-            log_probs=[-token_id / 100 for token_id in ids],
+            log_probs=[-token_id / 128 for token_id in ids],
             text="".join(f"<{token_id}>" for token_id in ids),
             finish_reason=reason,
             weight_spans=tuple(spans),

@@ -228,6 +228,6 @@ def _event(body: dict[str, Any], versions: list[str], reason: dict[str, Any] | N
         "weight_version": versions[-1] if versions else "default",
         "weight_versions": spans if reason is not None else None,
         "output_token_logprobs_length": len(versions),
-        "output_token_logprobs": [[-token_id / 100, token_id, None] for token_id in ids],
+        "output_token_logprobs": [[-token_id / 128, token_id, None] for token_id in ids],
     }
     return {"text": "".join(f"<{token_id}>" for token_id in ids), "output_ids": ids, "meta_info": meta}

@@ -74,4 +74,4 @@ class ScriptedEpisode:
         self, *, role: str = "student", max_new_tokens: int | None = None, sampling: SamplingParams | None = None
     ) -> Generation:
         text = self._answer if isinstance(self._answer, str) else self._answer(self.messages[-1].content)
-        return Generation(token_ids=[7], log_probs=[-0.5], text=text, finish_reason=self._reason)
+        return Generation.of(token_ids=[7], log_probs=[-0.5], text=text, finish_reason=self._reason)

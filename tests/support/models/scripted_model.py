@@ -71,7 +71,7 @@ class ScriptedModel:
         text = self.replies[min(turn, len(self.replies) - 1)]
         whole = [*await self.encode(text), CLOSE]
         ids = whole[:limit]
-        return Generation(
+        return Generation.of(
             token_ids=ids,
             log_probs=[-0.5] * len(ids),
             text=read_text(ids),

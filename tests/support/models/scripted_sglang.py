@@ -304,7 +304,7 @@ class ScriptedSglang:
 
 
 class _Reply:
-    """To one /generate: token i is FIRST_TOKEN + i, its log-prob -i / 100, its text `ti`.
+    """To one /generate: token i is FIRST_TOKEN + i, its log-prob -i / 128, its text `ti`.
 
     As SGLang streams: the first token at once, then whenever as many as the request's stream_interval are unsent.
     """
@@ -362,7 +362,7 @@ class _Reply:
         body, script = self._body, self._script
         new = self._sent if self._increments and body["stream"] else 0
         token_ids = ids(count)
-        scored: list[list[Any]] = [[-i / 100, token_id, None] for i, token_id in enumerate(token_ids)]
+        scored: list[list[Any]] = [[-i / 128, token_id, None] for i, token_id in enumerate(token_ids)]
         if script.misaligned_after is not None:
             for entry in scored[script.misaligned_after :]:
                 entry[1] += 1

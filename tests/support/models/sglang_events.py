@@ -18,7 +18,7 @@ def event(start: int, end: int, *, version: str = "default", told: int | None = 
     said = {
         "finish_reason": None,
         "weight_version": version,
-        "output_token_logprobs": [[-i / 100, 100 + i, None] for i in range(start, end)],
+        "output_token_logprobs": [[-i / 128, 100 + i, None] for i in range(start, end)],
         "output_token_logprobs_length": end if told is None else told,
         "prompt_tokens": 3,
     }
@@ -44,6 +44,6 @@ def assert_first(generation: Generation, count: int) -> None:
 def assert_first_tokens(generation: Generation, count: int) -> None:
     """All of that but the text, which has no known end where ids and log-probs do not agree."""
     assert generation.token_ids == [100 + i for i in range(count)]
-    assert generation.log_probs == [-i / 100 for i in range(count)]
+    assert generation.log_probs == [-i / 128 for i in range(count)]
     covered = [place for span in generation.weight_spans for place in range(span.start, span.end)]
     assert covered == list(range(count))

@@ -26,7 +26,7 @@ def trajectory_of(*turns: tuple[str, int], finish_reason: FinishReason = FinishR
             builder.append_environment(ids, f"read {number}")
         else:
             builder.append_generation(
-                Generation(
+                Generation.of(
                     token_ids=ids,
                     log_probs=[-0.1 * (i + 1) for i in range(tokens)],
                     text=f"wrote {number}",

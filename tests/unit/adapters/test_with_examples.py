@@ -86,7 +86,7 @@ class Templated:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
-        return Generation(
+        return Generation.of(
             token_ids=[52, 2],
             log_probs=[-0.5, -0.25],
             text="4",

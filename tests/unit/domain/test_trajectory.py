@@ -14,7 +14,7 @@ token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 
 
 def generation(token_ids: list[int], version: str = "v1", log_prob_kind: LogProbKind = LogProbKind.MODEL) -> Generation:
-    return Generation(
+    return Generation.of(
         token_ids=token_ids,
         log_probs=[-0.5] * len(token_ids),
         text="text",
@@ -70,7 +70,7 @@ def test_arrays_are_views_that_cannot_be_written() -> None:
 
 
 def test_tokens_without_log_probs_are_refused() -> None:
-    broken = Generation(token_ids=[1, 2], log_probs=[-1.0], text="", finish_reason=FinishReason.STOP)
+    broken = Generation.of(token_ids=[1, 2], log_probs=[-1.0], text="", finish_reason=FinishReason.STOP)
     with pytest.raises(ValueError, match="2 token ids came with 1 log-probs"):
         TrajectoryBuilder().append_generation(broken, "student")
 
@@ -94,7 +94,7 @@ def test_what_older_weights_of_the_same_source_generated_can_be_left_out_of_the_
     def generation(*versions: str) -> Generation:
         spans = tuple(WeightSpan(version, 2 * number, 2 * number + 2) for number, version in enumerate(versions))
         count = 2 * len(versions)
-        return Generation(
+        return Generation.of(
             token_ids=[1] * count,
             log_probs=[-1.0] * count,
             text="",

@@ -116,7 +116,7 @@ async def test_a_frame_that_is_longer_than_it_may_be_ends_the_connection() -> No
     "frame",
     [
         Ask(call_no=1, question=Generate(role="student", max_new_tokens=None, sampling=None)),
-        Ask(call_no=2, question=Observe(token_ids=[1, 2], text="x")),
+        Ask(call_no=2, question=Observe(token_id_bytes=bytes(8), text="x")),
         Returned(order_no=1, value=raw(AgentSaid(termination_reason="", answer="42"))),
         Raised(order_no=2, outcome=Outcome.INFRA_OTHER, error="ValueError"),
     ],

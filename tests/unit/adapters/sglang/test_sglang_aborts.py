@@ -27,7 +27,7 @@ async def test_an_abort_keeps_what_was_generated() -> None:
         generation = await task
         assert generation.finish_reason is FinishReason.ABORT
         assert generation.token_ids == ids(5)
-        assert generation.log_probs == [-i / 100 for i in range(5)]
+        assert generation.log_probs == [-i / 128 for i in range(5)]
         assert generation.text == "t0t1t2t3t4"
         assert not server.disconnects
 

@@ -37,9 +37,9 @@ def partial_of(error: EngineUnavailableError) -> Generation:
 async def test_a_generation_comes_back_whole() -> None:
     async with engine_on() as (engine, server):
         generation = await engine.generate(request())
-    assert generation == Generation(
+    assert generation == Generation.of(
         token_ids=ids(8),
-        log_probs=[-i / 100 for i in range(8)],
+        log_probs=[-i / 128 for i in range(8)],
         text="t0t1t2t3t4t5t6t7",
         finish_reason=FinishReason.LENGTH,
         weight_spans=(WeightSpan("default", 0, 8),),

@@ -203,7 +203,7 @@ async def test_an_abort_of_one_that_was_taken_back_keeps_all_its_tokens() -> Non
             await engine.abort("r")
             generation = await task
             assert (generation.token_ids, generation.text) == (ids(5), "t0t1t2t3t4")
-            assert generation.log_probs == [-i / 100 for i in range(5)]
+            assert generation.log_probs == [-i / 128 for i in range(5)]
 
 
 # -- plain

@@ -34,7 +34,7 @@ def sample(task_id: str, outcome: Outcome, score: float = 0.0, generated: int = 
     builder = TrajectoryBuilder()
     builder.append_environment([10, 11, 12], "what?")
     builder.append_generation(
-        Generation(
+        Generation.of(
             token_ids=[20 + i for i in range(generated)],
             log_probs=[-0.5] * generated,
             text="that",
