@@ -178,17 +178,41 @@ async def sse_payloads(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """The payload of every complete `data:` event, as it arrives; comments are skipped.
 
     Events are split here and not by `readline`, which refuses lines above 128 KiB: a long generation's are longer.
+    While it waits for the next event it holds none of those before: a thousand streams wait at once, and where each
+    event repeats the output one has a megabyte.
     """
     buffer = bytearray()
-    while chunk := await content.readany():
-        searched = max(0, len(buffer) - 1)
-        buffer += chunk
-        end = buffer.rfind(b"\n\n", searched)
-        if end < 0:
-            _check_size(buffer)
-            continue
-        events = bytes(buffer[:end])
-        del buffer[: end + 2]
-        for event in events.split(b"\n\n"):
-            if event.startswith(b"data: "):
-                yield event[len(b"data: ") :]
+    while (searched := await _grown_by_a_chunk(buffer, content)) is not None:
+        payloads = _taken_from(buffer, searched)
+        while payloads:
+            yield payloads.pop()
+
+
+async def _grown_by_a_chunk(buffer: bytearray, content: aiohttp.StreamReader) -> int | None:
+    """Where in the buffer something new may be found; None at the end of the body."""
+    chunk = await content.readany()
+    if not chunk:
+        return None
+    searched = max(0, len(buffer) - 1)
+    buffer += chunk
+    return searched
+
+
+def _taken_from(buffer: bytearray, searched: int) -> list[bytes]:
+    """The payloads of its complete events, the last first. `searched`: up to where none of them ends."""
+    end = buffer.rfind(b"\n\n", searched)
+    if end < 0:
+        _check_size(buffer)
+        return []
+    payloads, start = [], 0
+    with memoryview(buffer) as view:
+        while start <= end:
+            stop = buffer.find(b"\n\n", start, end)
+            if stop < 0:
+                stop = end
+            if buffer.startswith(b"data: ", start):
+                payloads.append(bytes(view[start + len(b"data: ") : stop]))
+            start = stop + len(b"\n\n")
+    del buffer[:start]
+    payloads.reverse()
+    return payloads

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import Snapshot
 
 
+_KEPT_DROPPED = 16
+"""One record in so many may have been dropped: what is cut off one by one would move all others each time."""
+
+
 class MemoryJournal:
     """Implements `domain.ports.Journal`; commits at once."""
 
@@ -109,6 +113,6 @@ class MemoryJournal:
     def _drop(self) -> None:
         self._bytes -= self._records[self._dropped].size
         self._dropped += 1
-        if self._dropped > len(self._records) // 2:
+        if self._dropped > len(self._records) // _KEPT_DROPPED:
             del self._records[: self._dropped]
             self._dropped = 0

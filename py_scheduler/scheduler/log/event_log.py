@@ -55,6 +55,8 @@ KIND_OF_EVENT: dict[type, EventKind] = {
 
 _TAIL_EVENTS = 65_536
 _TAIL_BYTES = 64 << 20
+_READ_TAIL_BYTES = 8 << 20
+"""Of the tail, where nobody has anything left to read but who comes again."""
 _SLACK = 1.0625
 """How much longer than that it may become. Whatever is cut off at once holds the loop."""
 _FRAME_EVENTS = 512
@@ -87,6 +89,8 @@ class EventLog:
         self._uncommitted: list[EventRecord] = []
         self._tail: list[EventRecord] = []
         self._tail_bytes = 0
+        self._read_through = 0
+        """Up to where nobody has anything left to read."""
         self._news = Notifier()
         self._is_closed = False
         self._appended_sequence = 0
@@ -161,7 +165,12 @@ class EventLog:
     def _cut_tail(self) -> None:
         """What is cut off keeps no encoded form."""
         tail, cut = self._tail, 0
-        while len(tail) - cut > self._max_tail_events or (self._tail_bytes > self._max_tail_bytes and cut < len(tail)):
+        read_bytes = min(_READ_TAIL_BYTES, self._max_tail_bytes)
+        while cut < len(tail) and (
+            len(tail) - cut > self._max_tail_events
+            or self._tail_bytes > self._max_tail_bytes
+            or (self._tail_bytes > read_bytes and tail[cut].sequence <= self._read_through)
+        ):
             self._tail_bytes -= tail[cut].size
             tail[cut].encoded = None
             cut += 1
@@ -177,6 +186,9 @@ class EventLog:
         droppable = min(read.droppable_through(self._appended_sequence), self.committed_sequence)
         if droppable >= self._journal.oldest_sequence:
             self._journal.discard_through(droppable)
+        self._read_through = droppable
+        if self._tail_bytes > _SLACK * _READ_TAIL_BYTES:
+            self._cut_tail()
 
     def unread_bytes(self, namespace: str) -> int:
         """What unacknowledged events of a namespace take."""
