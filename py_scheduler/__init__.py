@@ -61,6 +61,7 @@ _MODULES = {
     "rollout.sources.mixture": "MultiDataSource WeightedSource",
     "simulation.figures": "SimulationFigures",
     "simulation.simulate": "LostNode SimulationRun SimulationSettings simulate",
+    "simulation.traces": "read_trace",
     "simulation.workload": "DrawnWorkload DurationDistribution SimulatedStep SimulatedTask",
 }
 """The names of each module below this package."""

@@ -118,6 +118,7 @@ from py_scheduler.simulation.simulate import LostNode as LostNode
 from py_scheduler.simulation.simulate import SimulationRun as SimulationRun
 from py_scheduler.simulation.simulate import SimulationSettings as SimulationSettings
 from py_scheduler.simulation.simulate import simulate as simulate
+from py_scheduler.simulation.traces import read_trace as read_trace
 from py_scheduler.simulation.workload import DrawnWorkload as DrawnWorkload
 from py_scheduler.simulation.workload import DurationDistribution as DurationDistribution
 from py_scheduler.simulation.workload import SimulatedStep as SimulatedStep
@@ -260,6 +261,7 @@ __all__ = [
     "load_config",
     "overrides_of",
     "parse_config",
+    "read_trace",
     "rollout_manager_actor",
     "simulate",
     "summarise",

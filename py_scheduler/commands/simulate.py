@@ -17,7 +17,8 @@ from py_scheduler.commands.views.simulate import SimulationView, show_simulation
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.knobs import KNOBS, Kind, Knob, Override, add_flags, overrides_of
 from py_scheduler.simulation.simulate import LostNode, SimulationSettings, simulate
-from py_scheduler.simulation.workload import DrawnWorkload, parse_distribution
+from py_scheduler.simulation.traces import SUFFIXES, read_trace
+from py_scheduler.simulation.workload import DrawnWorkload, SimulatedStep, parse_distribution
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ class Variant(msgspec.Struct, frozen=True):
 
     label: str
     overrides: tuple[Override, ...]
-    ahead: str
+    ahead: str | None
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +60,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload",
         default="lognormal",
-        metavar="DISTRIBUTION",
-        help="how long a sample takes, in seconds: lognormal, pareto, constant or empirical:FILE, with more words such "
-        "as lognormal:median=55,sigma=1,longest=1800,alike=0.5 (default %(default)s)",
+        metavar="WORKLOAD",
+        help="how long samples take, in seconds: lognormal, pareto, constant or empirical:FILE, with more words such "
+        "as lognormal:median=55,sigma=1,longest=1800,alike=0.5; or a file: .csv or .parquet with a row to a sample, "
+        ".jsonl of eval_details or of `journal export` (default %(default)s)",
     )
     for flag, default, what in (
         ("--steps", 1, "steps of the trainer"),
@@ -76,9 +78,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval-evaluator", default="", metavar="ID", help="who runs them (default: that of the tasks)")
     parser.add_argument(
         "--ahead",
-        default="0",
         metavar="N",
-        help='steps that may be submitted beyond the oldest that is not done (default 0: each waits), or "all"',
+        help='steps that may be submitted beyond the oldest that is not done (default 0: each waits), or "all"; steps '
+        "of a file come at their own moments unless this is said",
     )
     parser.add_argument(
         "--infra-rate", type=float, default=0.0, metavar="P", help="how likely the infrastructure fails an attempt"
@@ -110,25 +112,20 @@ def run(options: argparse.Namespace) -> int:
 
 def run_simulations(options: argparse.Namespace, console: Console) -> int:
     """Prints the figures of each variant; 0. Raises SchedulerError."""
-    workload = DrawnWorkload(
-        distribution=parse_distribution(options.workload),
-        steps=options.steps,
-        groups=options.groups,
-        samples=options.samples,
-        eval_groups=options.eval_groups,
-        evaluator_id=options.evaluator,
-        eval_evaluator_id=options.eval_evaluator,
-    )
+    workload = _workload(options)
     base_dir = options.specs.resolve().parent
     turned = overrides_of(vars(options), os.environ, _KNOBS)
     # All are read before any runs: a fault in the last one shows at once.
     planned = [
-        (variant, _config(options, [*turned, *variant.overrides], workload), _settings(options, variant.ahead))
+        (variant, _config(options, [*turned, *variant.overrides]), _settings(options, variant.ahead))
         for variant in _variants(options)
     ]
     views = []
     for variant, config, settings in planned:
-        ran = simulate(config, workload, settings, seed=options.seed, base_dir=base_dir)
+        steps = (
+            workload if variant.ahead is None or isinstance(workload, DrawnWorkload) else list(map(_at_once, workload))
+        )
+        ran = simulate(config, steps, settings, seed=options.seed, base_dir=base_dir)
         views.append(SimulationView(label=variant.label, figures=ran.figures))
         if options.json:
             line = {"variant": variant.label, "seed": options.seed} | msgspec.to_builtins(ran.figures)
@@ -138,16 +135,39 @@ def run_simulations(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _config(options: argparse.Namespace, overrides: Sequence[Override], workload: DrawnWorkload) -> Config:
+def _workload(options: argparse.Namespace) -> DrawnWorkload | list[SimulatedStep]:
+    """A file has steps of its own: what says how to draw them says nothing then."""
+    path = Path(options.workload)
+    if path.suffix in SUFFIXES and ":" not in options.workload:
+        return read_trace(path)
+    return DrawnWorkload(
+        distribution=parse_distribution(options.workload),
+        steps=options.steps,
+        groups=options.groups,
+        samples=options.samples,
+        eval_groups=options.eval_groups,
+        evaluator_id=options.evaluator,
+        eval_evaluator_id=options.eval_evaluator,
+    )
+
+
+def _at_once(step: SimulatedStep) -> SimulatedStep:
+    """Without its moment: what it waits for are other steps."""
+    return msgspec.structs.replace(step, at_seconds=0.0)
+
+
+def _config(options: argparse.Namespace, overrides: Sequence[Override]) -> Config:
     config = read_specs(options.specs, overrides)
     known = [evaluator.evaluator_id for evaluator in config.evaluator]
-    for flag, named in (("--evaluator", workload.evaluator_id), ("--eval-evaluator", workload.eval_evaluator_id)):
+    for flag, named in (("--evaluator", options.evaluator), ("--eval-evaluator", options.eval_evaluator)):
         if named and named not in known:
             raise InvalidArgumentError(f"no evaluator is called {named!r}: there are {', '.join(known)}", flag)
     return config
 
 
-def _settings(options: argparse.Namespace, ahead: str) -> SimulationSettings:
+def _settings(options: argparse.Namespace, ahead: str | None) -> SimulationSettings:
+    if ahead is None:
+        ahead = "all" if Path(options.workload).suffix in SUFFIXES else "0"
     if ahead != "all" and not ahead.isdecimal():
         raise InvalidArgumentError(f'is {ahead!r}, must be a whole number or "all"', "--ahead")
     return SimulationSettings(

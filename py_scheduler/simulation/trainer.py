@@ -12,7 +12,7 @@ from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.limits import MAX_SAMPLES_PER_CALL, MAX_TASKS_PER_CALL
 from py_scheduler.domain.requests import EventFilter, EventKind, SubmissionSelector, SubmitRequest
 from py_scheduler.domain.task import BatchId, RetryPolicy, SubmissionKey, Task, TaskConfig
-from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.simulation.spans import Spans
 
 if TYPE_CHECKING:
@@ -102,9 +102,12 @@ class Trainer:
             if (wait := step.at_seconds - self._clock.monotonic()) > 0:
                 await asyncio.sleep(wait)
             self.steps += 1
-            before.append(self._submit(number, number, step.tasks, is_eval=False))
+            batch_id = number if step.batch_id is None else step.batch_id
+            if step.tasks:
+                before.append(self._submit(number, batch_id, step.tasks, is_eval=False))
             if step.evals:
-                self._submit(number, f"{number}/eval", step.evals, is_eval=True)
+                label = f"{batch_id}/eval" if step.tasks else batch_id
+                self._submit(number, label, step.evals, is_eval=True)
         while self._open:
             await next(iter(self._open)).is_done.wait()
 
@@ -124,6 +127,7 @@ class Trainer:
     def _submit(self, step: int, batch_id: BatchId, tasks: Sequence[SimulatedTask], *, is_eval: bool) -> _Open:
         submission = _Open(step, batch_id, self._clock.monotonic(), is_eval=is_eval)
         self._open[submission] = None
+        self._check(tasks)
         for chunk in _chunks(tasks):
             submission.left += len(chunk)
             first_no = self.submitted_tasks
@@ -147,6 +151,14 @@ class Trainer:
             self._known.update(zip(reply.task_ids, known, strict=True))
         self._close_if_done(submission)
         return submission
+
+    def _check(self, tasks: Sequence[SimulatedTask]) -> None:
+        known = self._engine.specs
+        for name in dict.fromkeys(task.evaluator_id for task in tasks if task.evaluator_id):
+            if name not in known:
+                raise InvalidArgumentError(
+                    f"a task is of the evaluator {name!r}, the configuration has {', '.join(known)}", "workload"
+                )
 
     def _task(self, known: _Known, task: SimulatedTask) -> Task:
         return Task(

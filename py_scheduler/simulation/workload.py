@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from py_scheduler.domain.task import BatchId
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class SimulatedStep(msgspec.Struct, frozen=True):
     evals: Sequence[SimulatedTask] = ()
     at_seconds: float = 0.0
     """Not before this moment of the simulation."""
+    batch_id: BatchId | None = None
+    """None: its number, from 0. Evals beside tasks have a label of their own."""
 
 
 class DurationDistribution(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ def cells(shown: str, first: str) -> list[str]:
 
 def test_the_page_shows_what_its_command_prints(specs: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Over two nodes of 4 GPUs as over one of 8: shares of a half do not care."""
-    (command,) = re.findall(r"(?m)^py-scheduler simulate scheduler.toml ((?:.*\\\n)*.*)$", PAGE.read_text())
+    command, _ = re.findall(r"(?m)^py-scheduler simulate scheduler.toml ((?:.*\\\n)*.*)$", PAGE.read_text())
     assert main(["simulate", specs, *command.replace("\\\n", " ").split()]) == 0
     shown = capsys.readouterr().out
     assert "cluster: 2 nodes, 8 GPUs, 128 cores, 1,024 GiB" in shown
@@ -138,3 +138,30 @@ def test_staleness_needs_a_trainer_that_updates(specs: str, capsys: pytest.Captu
     Path(specs).write_text(f"[scheduler.staleness.default]\nmax_staleness = 1\nstep_size = 64\n{text}")
     assert main(["simulate", specs]) == 1
     assert "updates no weights" in capsys.readouterr().err
+
+
+TRACE = """seconds,group,step,at_seconds,evaluator_id
+40,x,0,0,math
+40,x,0,0,math
+40,y,1,10,math
+"""
+
+
+def test_a_file_of_samples_comes_at_its_moments_unless_steps_wait(
+    specs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    for words, seconds in (([], 50.0), (["--ahead=0"], 80.0), (["--ahead=1"], 40.0), (["--ahead=all"], 40.0)):
+        assert main(["simulate", specs, "--workload", str(trace), "--json", *words]) == 0
+        run = json.loads(capsys.readouterr().out)
+        assert (run["makespan_seconds"], run["steps"], run["tasks"], run["samples"]) == (seconds, 2, 2, 3), words
+
+
+def test_a_file_may_name_only_evaluators_that_there_are(
+    specs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE.replace("math", "maths"))
+    assert main(["simulate", specs, "--workload", str(trace)]) == 2
+    assert "a task is of the evaluator 'maths', the configuration has math, judge" in capsys.readouterr().err

@@ -1,0 +1,219 @@
+"""Workloads that were written down: a table of samples, or what a server recorded of a run.
+
+seconds,group,step,...          CSV or Parquet: a row to each sample
+eval_details/3.jsonl            what a step or an eval wrote of its samples
+py-scheduler journal export     every event of a server, one JSON object to a line
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from py_scheduler.domain.task import BatchId
+from py_scheduler.errors import InvalidArgumentError
+from py_scheduler.rollout.files.parquet import load_pyarrow
+from py_scheduler.simulation.workload import SimulatedStep, SimulatedTask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+SUFFIXES = (".csv", ".parquet", ".jsonl")
+
+
+class TraceRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One sample. Rows of one step and group are a task; a row without a group is one by itself."""
+
+    seconds: float
+    """Of its run."""
+    eval_seconds: float = 0.0
+    group: str = ""
+    step: BatchId = 0
+    at_seconds: float = 0.0
+    """When its step was submitted, from the beginning; that of the step's first row counts."""
+    evaluator_id: str = ""
+    is_eval: bool = False
+
+
+class _Step:
+    """What is known of a step while its rows come."""
+
+    def __init__(self, batch_id: BatchId, at_seconds: float) -> None:
+        self.batch_id = batch_id
+        self.at_seconds = at_seconds
+        self.groups: dict[tuple[bool, str, str], list[TraceRow]] = {}
+
+    def add(self, row: TraceRow) -> None:
+        group = row.group or f"\0{len(self.groups)}"
+        self.groups.setdefault((row.is_eval, row.evaluator_id, group), []).append(row)
+
+    def made(self) -> SimulatedStep:
+        tasks: tuple[list[SimulatedTask], list[SimulatedTask]] = ([], [])
+        for (is_eval, evaluator_id, _), rows in self.groups.items():
+            eval_seconds = tuple([row.eval_seconds for row in rows])
+            tasks[is_eval].append(
+                SimulatedTask(
+                    tuple([row.seconds for row in rows]), eval_seconds if any(eval_seconds) else (), evaluator_id
+                )
+            )
+        return SimulatedStep(*tasks, at_seconds=self.at_seconds, batch_id=self.batch_id)
+
+
+def read_trace(path: Path) -> list[SimulatedStep]:
+    """The steps of a file, in the order in which they were submitted.
+
+    Raises InvalidArgumentError that says where the fault is; FailedPreconditionError for Parquet without pyarrow.
+    """
+    try:
+        match path.suffix:
+            case ".csv":
+                return _steps(_from_csv(path))
+            case ".parquet":
+                return _steps(_from_parquet(path))
+            case ".jsonl":
+                return _from_lines(path)
+    except OSError as error:
+        raise InvalidArgumentError(f"{path} cannot be read: {error.strerror or error}", "workload") from error
+    raise InvalidArgumentError(f"{path} is none of {', '.join(SUFFIXES)}", "workload")
+
+
+def _steps(rows: Iterable[TraceRow]) -> list[SimulatedStep]:
+    steps: dict[BatchId, _Step] = {}
+    for row in rows:
+        step = steps.get(row.step)
+        if step is None:
+            step = steps[row.step] = _Step(row.step, row.at_seconds)
+        step.add(row)
+    return [step.made() for step in sorted(steps.values(), key=lambda step: step.at_seconds)]
+
+
+def _from_csv(path: Path) -> Iterator[TraceRow]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), 2):
+            said = {name: _step_of(text) if name == "step" else text for name, text in row.items() if name and text}
+            yield _row(said, f"{path}, line {number}")
+
+
+def _step_of(text: str) -> BatchId:
+    return int(text) if text.isdecimal() else text
+
+
+def _from_parquet(path: Path) -> Iterator[TraceRow]:
+    _, pq = load_pyarrow("a workload in Parquet")
+    number = 0
+    try:
+        for batch in pq.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield _row({name: value for name, value in row.items() if value is not None}, f"{path}, row {number}")
+    except ValueError as error:  # pyarrow's own, of a file that is none.
+        raise InvalidArgumentError(f"{path} is not Parquet: {error}", "workload") from error
+
+
+def _row(said: Mapping[str, Any], where: str) -> TraceRow:
+    """Columns of other names are somebody else's."""
+    try:
+        row = msgspec.convert(said, TraceRow, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidArgumentError(f"{where}: {error}", "workload") from error
+    for name in ("seconds", "eval_seconds", "at_seconds"):
+        value: float = getattr(row, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise InvalidArgumentError(f"{where}: {name} is {value:g}, must be a number from 0 on", "workload")
+    return row
+
+
+def _from_lines(path: Path) -> list[SimulatedStep]:
+    lines = _objects(path)
+    first = next(lines, None)
+    if first is None:
+        return []
+    if "event" in first:
+        return _Recorded(path).steps(_again(first, lines))
+    return _steps(sorted(_from_details(path, _again(first, lines)), key=lambda row: _place(row.group)))
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if line.strip():
+                    yield msgspec.json.decode(line, type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                raise InvalidArgumentError(f"{path}, line {number}: {error}", "workload") from error
+
+
+def _again(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield first
+    yield from rest
+
+
+def _place(task_id: str) -> tuple[str, int]:
+    """Where a task stood in its submission: lines are in the order of ends."""
+    submission, _, number = task_id.rpartition("-")
+    return submission, int(number) if number.isdecimal() else 0
+
+
+def _from_details(path: Path, lines: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
+    for number, line in enumerate(lines, 1):
+        said = {
+            "group": line.get("task_id"),
+            "seconds": line.get("run_seconds"),
+            "eval_seconds": line.get("eval_seconds"),
+        }
+        yield _row({name: value for name, value in said.items() if value is not None}, f"{path}, entry {number}")
+
+
+class _Recorded:
+    """Events of a server: each submit is a step, at its moment and under its batch_id."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._began: float | None = None
+        self._submits: list[tuple[float, BatchId, list[str]]] = []
+        self._tasks: dict[str, dict[str, Any]] = {}
+        self._seconds: dict[str, dict[int, tuple[float, float]]] = {}
+
+    def steps(self, events: Iterable[dict[str, Any]]) -> list[SimulatedStep]:
+        for event in events:
+            try:
+                if event["event"] == "TasksAccepted":
+                    self._accepted(event)
+                elif event["event"] == "AttemptEnded":
+                    self._ended(event)
+            except (KeyError, TypeError) as error:
+                raise InvalidArgumentError(
+                    f"{self._path}, event {event.get('sequence')}: is not as `journal export` writes it ({error})",
+                    "workload",
+                ) from error
+        return [step for submit in self._submits if (step := self._step(*submit)) is not None]
+
+    def _accepted(self, event: dict[str, Any]) -> None:
+        if self._began is None:
+            self._began = event["unix_seconds"]
+        ids = []
+        for accepted in event["tasks"]:
+            ids.append(accepted["task_id"])
+            self._tasks[accepted["task_id"]] = accepted["task"]["config"]
+        self._submits.append((max(event["unix_seconds"] - self._began, 0.0), event["batch_id"], ids))
+
+    def _ended(self, event: dict[str, Any]) -> None:
+        ended = self._seconds.setdefault(event["task_id"], {})
+        for sample in event.get("samples", ()):
+            timings = sample["timings"]
+            ended[sample["sample_no"]] = timings["run_seconds"], timings["eval_seconds"]
+
+    def _step(self, at_seconds: float, batch_id: BatchId, ids: list[str]) -> SimulatedStep | None:
+        """None when none of its samples has ended."""
+        tasks: tuple[list[SimulatedTask], list[SimulatedTask]] = ([], [])
+        for task_id in ids:
+            if ended := self._seconds.get(task_id):
+                config = self._tasks[task_id]
+                run, scoring = zip(*[ended[number] for number in sorted(ended)], strict=True)
+                task = SimulatedTask(run, scoring if any(scoring) else (), config["task_type"])
+                tasks[bool(config.get("is_eval"))].append(task)
+        return SimulatedStep(*tasks, at_seconds=at_seconds, batch_id=batch_id) if any(tasks) else None

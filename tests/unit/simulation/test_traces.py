@@ -1,0 +1,154 @@
+"""Workloads from files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from py_scheduler.domain.events import TaskDone
+from py_scheduler.domain.results import Outcome, SampleDone, TaskState, Timings
+from py_scheduler.domain.task import Task, TaskConfig
+from py_scheduler.errors import InvalidArgumentError
+from py_scheduler.rollout.files.details import DetailsWriter
+from py_scheduler.rollout.groups import group_of
+from py_scheduler.simulation.traces import read_trace
+from py_scheduler.simulation.workload import SimulatedStep, SimulatedTask
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TABLE = """seconds,group,step,at_seconds,evaluator_id,is_eval,eval_seconds,note
+10,x,1,7.5,math,false,1,somebody else's
+20,y,1,,math,,2,
+30,x,1,,math,,,
+5,,0,,,,,
+6,,0,,,,,
+1,q,1,,judge,true,,
+"""
+STEPS = [
+    SimulatedStep([SimulatedTask((5.0,)), SimulatedTask((6.0,))], [], batch_id=0),
+    SimulatedStep(
+        [SimulatedTask((10.0, 30.0), (1.0, 0.0), "math"), SimulatedTask((20.0,), (2.0,), "math")],
+        [SimulatedTask((1.0,), evaluator_id="judge")],
+        at_seconds=7.5,
+        batch_id=1,
+    ),
+]
+
+
+def test_a_table_of_samples(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(TABLE)
+    assert read_trace(path) == STEPS
+
+
+def test_the_same_as_parquet(tmp_path: Path) -> None:
+    rows = [
+        dict(zip(TABLE.splitlines()[0].split(","), line.split(","), strict=True)) for line in TABLE.splitlines()[1:]
+    ]
+    path = tmp_path / "trace.parquet"
+    pq.write_table(
+        pa.table(
+            {
+                "seconds": [float(row["seconds"]) for row in rows],
+                "group": [row["group"] or None for row in rows],
+                "step": [int(row["step"]) for row in rows],
+                "at_seconds": [float(row["at_seconds"] or 0) for row in rows],
+                "evaluator_id": [row["evaluator_id"] or None for row in rows],
+                "is_eval": [row["is_eval"] == "true" for row in rows],
+                "eval_seconds": [float(row["eval_seconds"] or 0) for row in rows],
+            }
+        ),
+        path,
+    )
+    assert read_trace(path) == STEPS
+
+
+def test_what_a_step_wrote_of_its_samples(tmp_path: Path) -> None:
+    """Groups are written as they end, and were submitted in the order of their numbers."""
+    details = DetailsWriter(tmp_path, "eval", 3, samples=True)
+    for task_no in (10, 9):
+        task_id = f"s0000000000000000-{task_no}"
+        samples = [
+            SampleDone(
+                task_id=task_id,
+                sample_no=no,
+                attempt_no=1,
+                outcome=Outcome.SOLVED,
+                timings=Timings(run_seconds=task_no + no, eval_seconds=0.5),
+            )
+            for no in range(2)
+        ]
+        done = TaskDone(
+            submission_id="s0000000000000000",
+            task_id=task_id,
+            client_key="",
+            state=TaskState.SUCCEEDED,
+            planned_samples=2,
+            outcomes={Outcome.SOLVED: 2},
+            reason="",
+            unix_seconds=0.0,
+        )
+        details.add(group_of(Task(config=TaskConfig(task_type="math", repeat_times=2)), samples, done))
+    (step,) = read_trace(details.paths[0])
+    assert step.tasks == [SimulatedTask((9.0, 10.0), (0.5, 0.5)), SimulatedTask((10.0, 11.0), (0.5, 0.5))]
+
+
+def event(name: str, **fields: object) -> bytes:
+    return msgspec.json.encode({"sequence": 1, "namespace": "default", "event": name, **fields}) + b"\n"
+
+
+def ended(task_id: str, *seconds: float) -> bytes:
+    samples = [
+        {"sample_no": no, "timings": {"run_seconds": one, "eval_seconds": 0.0}} for no, one in enumerate(seconds)
+    ]
+    return event("AttemptEnded", task_id=task_id, samples=samples)
+
+
+def test_what_a_server_recorded(tmp_path: Path) -> None:
+    """test_replayed_run.py has the real thing; here is what it seldom meets."""
+    path = tmp_path / "events.jsonl"
+    tasks = [{"task_id": name, "task": {"config": {"task_type": "math", "is_eval": name == "e"}}} for name in "abe"]
+    path.write_bytes(
+        event("TrainingResumed")
+        + event("TasksAccepted", unix_seconds=100.0, batch_id="7", tasks=tasks)
+        + event("AttemptStarted", task_id="a")
+        + event("AttemptEnded", task_id="a", samples=[])  # It was tried again.
+        + ended("e", 3.0)
+        + ended("a", 1.0, 2.0)
+        + event("TasksAccepted", unix_seconds=99.0, batch_id=8, tasks=[{**tasks[0], "task_id": "late"}])
+        + b"\n"
+    )
+    (step,) = read_trace(path)
+    assert step == SimulatedStep(
+        [SimulatedTask((1.0, 2.0), evaluator_id="math")], [SimulatedTask((3.0,), evaluator_id="math")], batch_id="7"
+    ), "of b and of the later submit no sample has ended"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("x.csv", "minutes\n3\n", r"x\.csv, line 2: .*required field `seconds`"),
+        ("x.csv", "seconds\n3\nlong\n", r"x\.csv, line 3: Expected `float`, got `str`"),
+        ("x.csv", "seconds\n-3\n", r"x\.csv, line 2: seconds is -3, must be a number from 0 on"),
+        ("x.csv", "seconds\nnan\n", r"x\.csv, line 2: seconds is nan"),
+        ("x.jsonl", '{"run_seconds": 1}\n[]\n', r"x\.jsonl, line 2: Expected `object`"),
+        ("x.jsonl", '{"seconds": 1}\n', r"x\.jsonl, entry 1: .*required field `seconds`"),
+        ("x.jsonl", '{"event": "TasksAccepted", "sequence": 9}\n', r"x\.jsonl, event 9: is not as `journal export`"),
+        ("x.parquet", "PAR1", r"x\.parquet is not Parquet"),
+        ("x.json", "", r"x\.json is none of \.csv, \.parquet, \.jsonl"),
+    ],
+)
+def test_a_fault_is_told_with_its_place(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidArgumentError, match=said):
+        read_trace(tmp_path / name)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="No such file"):
+        read_trace(tmp_path / "x.csv")
