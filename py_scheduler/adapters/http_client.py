@@ -10,19 +10,18 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import aiohttp
 import msgspec
 
+from py_scheduler.adapters.http_post import Poster
 from py_scheduler.domain.values.backoff import backoff_seconds
 from py_scheduler.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from contextlib import AbstractAsyncContextManager
-
-    ResponseContext = AbstractAsyncContextManager[aiohttp.ClientResponse]
 
 ShapeT = TypeVar("ShapeT")
 
@@ -31,6 +30,16 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for what is no JSON, or not of the shape that is expected."""
 LOST_CONNECTION = (aiohttp.ClientError, OSError)
 """What aiohttp raises when a connection is refused, reset, cut off or silent (TimeoutError is an OSError)."""
+
+
+class Response(Protocol):
+    """What is read of an answer."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def content(self) -> aiohttp.StreamReader: ...
 
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -66,40 +75,38 @@ class HttpClient:
         self._connections = connections
         self._keepalive_seconds = keepalive_seconds
         self._connect_timeout_seconds = connect_timeout_seconds
-        self._session: aiohttp.ClientSession | None = None
-        self._fresh_session: aiohttp.ClientSession | None = None
+        self._poster: Poster | None = None
+        self._fresh_poster: Poster | None = None
 
     async def start(self) -> None:
-        if self._session is None:
-            self._session = self._make_session(self._keepalive_seconds)
-            self._fresh_session = self._make_session(None)
+        if self._poster is None:
+            self._poster = self._make_poster(self._keepalive_seconds)
+            self._fresh_poster = self._make_poster(None)
 
     async def close(self) -> None:
-        sessions = self._session, self._fresh_session
-        self._session = self._fresh_session = None
-        for session in sessions:
-            if session is not None:
-                await session.close()
+        posters = self._poster, self._fresh_poster
+        self._poster = self._fresh_poster = None
+        for poster in posters:
+            if poster is not None:
+                await poster.session.close()
 
-    def post(self, path: str, body: Any, *, fresh: bool = False) -> ResponseContext:
+    def post(self, path: str, body: Any, *, fresh: bool = False) -> AbstractAsyncContextManager[Response]:
         """The response as a context manager; leaving it before the end of the body closes the connection.
 
         `fresh` takes a connection of its own: those that are kept may all be dead, one behind the other. Raises
         EngineUnavailableError when the client is not started or closed.
         """
-        return self._open(fresh=fresh).post(
-            self.base_url + path, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
-        )
+        return self._open(fresh=fresh).post(path, msgspec.json.encode(body))
 
     async def get_json(self, path: str, *, timeout_seconds: float) -> Any:
         """Raises EngineUnavailableError when there is no good answer in time."""
-        return await self._json(self._open().get(self.base_url + path), path, timeout_seconds)
+        return await self._json(self._open().session.get(self.base_url + path), path, timeout_seconds)
 
     async def post_json(self, path: str, body: Any, *, timeout_seconds: float) -> Any:
         """Raises EngineUnavailableError when there is no good answer in time."""
         return await self._json(self.post(path, body), path, timeout_seconds)
 
-    async def _json(self, request: ResponseContext, path: str, timeout_seconds: float) -> Any:
+    async def _json(self, request: AbstractAsyncContextManager[Response], path: str, timeout_seconds: float) -> Any:
         try:
             async with asyncio.timeout(timeout_seconds), request as response:
                 content = await body_of(response)
@@ -111,26 +118,26 @@ class HttpClient:
             raise EngineUnavailableError(f"{self.base_url}{path} answered {status}: {error_message(content)}")
         return decode_json(content)
 
-    def _make_session(self, keepalive_seconds: float | None) -> aiohttp.ClientSession:
+    def _make_poster(self, keepalive_seconds: float | None) -> Poster:
         if keepalive_seconds is None:
             connector = aiohttp.TCPConnector(limit=self._connections, force_close=True)
         else:
             connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=keepalive_seconds)
-        return aiohttp.ClientSession(
+        session = aiohttp.ClientSession(
             connector=connector,
             # No total: a generation takes as long as it takes. Callers bound what they wait for.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_seconds),
-            json_serialize=lambda value: msgspec.json.encode(value).decode(),
         )
+        return Poster(session, self.base_url, closes=keepalive_seconds is None)
 
-    def _open(self, *, fresh: bool = False) -> aiohttp.ClientSession:
-        session = self._fresh_session if fresh else self._session
-        if session is None:
+    def _open(self, *, fresh: bool = False) -> Poster:
+        poster = self._fresh_poster if fresh else self._poster
+        if poster is None:
             raise EngineUnavailableError(f"the client of {self.base_url} is not started or was closed")
-        return session
+        return poster
 
 
-async def body_of(response: aiohttp.ClientResponse) -> bytes:
+async def body_of(response: Response) -> bytes:
     """Raises ClientPayloadError, as for a broken connection, when it does not end where an answer would."""
     content = bytearray()
     while chunk := await response.content.readany():

@@ -143,7 +143,7 @@ async def test_a_removed_server_gets_nothing_new_finishes_what_it_runs_and_is_cl
         gate.set()
         assert len((await running).token_ids) == 8
         assert [view.url for view in fleet.endpoint_views()] == [second.base_url]
-        await eventually(lambda: removed.backend._http._session is None or removed.backend._http._session.closed)
+        await eventually(lambda: removed.backend._http._poster is None)
         assert first.aborts == []
 
 
