@@ -17,9 +17,8 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -36,16 +35,15 @@ from py_scheduler.domain.ports import CONTROLLED_KINDS_SAID, GenerationControl, 
 from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import (
     EngineRejectedError,
-    EngineUnavailableError,
     FailedPreconditionError,
     GenerationError,
     NotFoundError,
 )
-from py_scheduler.execution.generation.known_backend import ForgetfulBackendLog, KnownBackend
+from py_scheduler.execution.generation.known_backend import ForgetfulBackendLog, KnownBackend, asked
 from py_scheduler.execution.generation.queue import Call, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Mapping
 
     from py_scheduler.domain.episodes.weight_history import WeightHistory
     from py_scheduler.domain.generation import Endpoints, EndpointView, GenerationRequest
@@ -55,9 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 3.0
 _NOTHING = Generation(token_id_bytes=b"", log_prob_bytes=b"", text="", finish_reason=FinishReason.ABORT)
-AnswerT = TypeVar("AnswerT")
 
 
 class GenerationGateway:
@@ -192,7 +188,7 @@ class GenerationGateway:
                 raise FailedPreconditionError(f"role {role!r} is paused in mode {before}: continue first")
             self._hold(known, mode)
             try:
-                await _asked(control.pause(mode), role, "pause")
+                await asked(control.pause(mode), role, "pause")
             except GenerationError:
                 if before is None:
                     self._release(known)
@@ -205,7 +201,7 @@ class GenerationGateway:
         """
         known, control = self._controlled(role)
         async with known.changing:
-            await _asked(control.resume(), role, "continue")
+            await asked(control.resume(), role, "continue")
             self._release(known)
         return await self._known_state(self._roles[role])
 
@@ -217,11 +213,11 @@ class GenerationGateway:
         known, control = self._controlled(role)
         self._check_servers(known, role)
         async with known.changing:
-            version = await _asked(control.weight_version(), role, "tell its weight version")
+            version = await asked(control.weight_version(), role, "tell its weight version")
             known.saw(version)
             if known.confirmed != update or version != update.weight_version:
                 known.confirmed = None
-                await _asked(control.update_weights(update), role, "load the weights")
+                await asked(control.update_weights(update), role, "load the weights")
                 known.loaded(update)
             # A caller that is told of an epoch finds it again, whatever crashes.
             await known.log.committed()
@@ -241,7 +237,7 @@ class GenerationGateway:
                     f"role {role!r} is not paused: push weights, and say so, within one pause (`with client.paused():`)"
                 )
             known.confirmed = None
-            await _asked(control.name_weights(version), role, "take the name of its weights")
+            await asked(control.name_weights(version), role, "take the name of its weights")
             known.pushed(version)
             await known.log.committed()
         return await self._known_state(self._roles[role])
@@ -299,7 +295,7 @@ class GenerationGateway:
         """
         roles_asked = [self._known_role(name) for name in roles or self._roles]
         for each in {id(role.known): role.known for role in roles_asked if self.is_up(role.name)}.values():
-            await _look_at(each)
+            await each.look()
         return [await self._known_state(role) for role in roles_asked]
 
     async def _known_state(self, role: Role) -> GenerationState:
@@ -356,31 +352,11 @@ class GenerationGateway:
         return ", ".join(self._roles) or "none"
 
 
-async def _look_at(known: KnownBackend) -> None:
-    """Asks the backend which weights it has, if it can say. One that does not answer in time has told nothing."""
-    if not isinstance(known.backend, GenerationControl):
-        return
-    try:
-        async with asyncio.timeout(_LOOK_SECONDS):
-            known.saw(await known.backend.weight_version())
-    except (GenerationError, TimeoutError) as error:
-        logger.warning("an engine does not say which weights it has: %r", error)
-
-
 async def _budget(backend: GenerationBackend, request: GenerationRequest) -> int | None:
     """How many new tokens a request gets in all; None when nobody knows."""
     if request.sampling.max_new_tokens is not None:
         return request.sampling.max_new_tokens
     return (await backend.model_info()).default_max_new_tokens
-
-
-async def _asked(answer: Awaitable[AnswerT], role: str, what: str) -> AnswerT:
-    """What the backend answered. Its address is none of a client's business; the log has it."""
-    try:
-        return await answer
-    except EngineUnavailableError as error:
-        logger.warning("the engine in role %s did not %s: %s", role, what, error)
-        raise EngineUnavailableError(f"the engine in role {role!r} did not {what}: the log says why") from error
 
 
 def _rest_of(request: GenerationRequest, made: Generation, budget: int) -> GenerationRequest:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+import logging
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from py_scheduler.domain.episodes.weight_history import WeightHistory
+from py_scheduler.domain.ports import GenerationControl
+from py_scheduler.errors import EngineUnavailableError, GenerationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Iterable
 
     from py_scheduler.domain.generation import Endpoints, PauseMode, WeightSpan, WeightUpdate
     from py_scheduler.domain.ports import GenerationBackend
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 3.0
+AnswerT = TypeVar("AnswerT")
 
 
 class BackendLog(Protocol):
@@ -80,6 +88,16 @@ class KnownBackend:
     def history(self) -> WeightHistory:
         return self.log.history(self._roles)
 
+    async def look(self) -> None:
+        """Asks the backend which weights it has, if it can say. One that does not answer in time has told nothing."""
+        if not isinstance(self.backend, GenerationControl):
+            return
+        try:
+            async with asyncio.timeout(_LOOK_SECONDS):
+                self.saw(await self.backend.weight_version())
+        except (GenerationError, TimeoutError) as error:
+            logger.warning("an engine does not say which weights it has: %r", error)
+
     def observe(self, spans: Iterable[WeightSpan]) -> None:
         """A generation came from these weights."""
         for span in spans:
@@ -107,3 +125,12 @@ class KnownBackend:
     def loaded(self, update: WeightUpdate) -> None:
         self.confirmed = update
         self.log.has(self._roles, update.weight_version, is_confirmed=True)
+
+
+async def asked(answer: Awaitable[AnswerT], role: str, what: str) -> AnswerT:
+    """What the backend answered. Its address is none of a client's business; the log has it."""
+    try:
+        return await answer
+    except EngineUnavailableError as error:
+        logger.warning("the engine in role %s did not %s: %s", role, what, error)
+        raise EngineUnavailableError(f"the engine in role {role!r} did not {what}: the log says why") from error
