@@ -6,15 +6,20 @@ bounded.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.ports import Snapshot
+
+_DROPPED: Final = cast("EventRecord", None)
+"""In place of a record that no longer counts, so that it is freed: all of them at the same moment would take long."""
+_DISCARDED_AT_ONCE = 10_000
 
 
 _KEPT_DROPPED = 16
@@ -39,6 +44,9 @@ class MemoryJournal:
         self._records: list[EventRecord] = []
         self._dropped = 0
         """Records at the head of `_records` that no longer count; they are cut off together."""
+        self._discarded_through = 0
+        """Up to where nobody wants them; some are still there."""
+        self._discarding: asyncio.Handle | None = None
         self._bytes = 0
         self._on_commit: Callable[[int], None] | None = None
 
@@ -87,8 +95,18 @@ class MemoryJournal:
         return self._records[start : start + limit]
 
     def discard_through(self, sequence: int) -> None:
-        while len(self._records) - self._dropped > 1 and self.oldest_sequence <= sequence:
+        """Many are dropped in several turns of the loop."""
+        self._discarded_through = max(self._discarded_through, sequence)
+        if self._discarding is None:
+            self._discard()
+
+    def _discard(self) -> None:
+        self._discarding = None
+        for _ in range(_DISCARDED_AT_ONCE):
+            if len(self._records) - self._dropped <= 1 or self.oldest_sequence > self._discarded_through:
+                return
             self._drop()
+        self._discarding = asyncio.get_running_loop().call_soon(self._discard)
 
     @property
     def wants_checkpoint(self) -> bool:
@@ -102,6 +120,9 @@ class MemoryJournal:
 
     async def close(self) -> None:
         self._on_commit = None
+        if self._discarding is not None:
+            self._discarding.cancel()
+            self._discarding = None
 
     def _drop_oldest(self) -> None:
         records = self._records
@@ -112,6 +133,7 @@ class MemoryJournal:
 
     def _drop(self) -> None:
         self._bytes -= self._records[self._dropped].size
+        self._records[self._dropped] = _DROPPED
         self._dropped += 1
         if self._dropped > len(self._records) // _KEPT_DROPPED:
             del self._records[: self._dropped]

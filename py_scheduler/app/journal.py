@@ -17,6 +17,7 @@ from py_scheduler.scheduler.ledger.ledger import Ledger
 from py_scheduler.scheduler.ledger.snapshots import service_snapshot
 from py_scheduler.scheduler.log.checkpoints import forgotten_among, snapshots_of
 from py_scheduler.scheduler.restore import complete_from, fold
+from py_scheduler.scheduler.slices import at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +99,7 @@ def compact(config: Config, state_dir: Path) -> Compacted:
         snapshots = [service_snapshot(ledger.state)]
         for submission in ledger.state.submissions():
             snapshots.extend(snapshots_of(submission, ledger.state, folded.snapshots))
-        journal.compact(snapshots, forgotten_among(folded.snapshots, ledger.state))
+        journal.compact(snapshots, at_once(forgotten_among(folded.snapshots, ledger.state)))
         oldest, last = journal.oldest_sequence, journal.last_sequence
     finally:
         journal.abandon()

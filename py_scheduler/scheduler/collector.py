@@ -26,10 +26,12 @@ from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
 from py_scheduler.scheduler.intake import discard_digest
 from py_scheduler.scheduler.ledger.commands import AcknowledgeResults, CollectResults, DiscardResults
 from py_scheduler.scheduler.ledger.kept_results import leaves_result, why_incomplete
+from py_scheduler.scheduler.slices import Backlog, in_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator
+    from collections.abc import Awaitable, Generator, Iterator, Sequence
 
+    from py_scheduler.domain.collecting import TaskResult
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.requests import SubmissionSelector
     from py_scheduler.scheduler.ledger.records import CollectedSet, SubmissionRecord, TaskRecord
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STEP = 500
+"""Results that are looked at before the loop may be given back."""
 _KEPT_PARTINGS = 100
 """Of calls that were given up while they stopped tasks: not all are sent again."""
 
@@ -76,6 +80,11 @@ class Collector:
         self._stop_and_wait = stop_and_wait
         self._leftovers: dict[tuple[str, str], _Leftover] = {}
         """By namespace and request id, of calls that stop tasks, until they are answered."""
+        self._released = Backlog(clock)
+
+    def close(self) -> None:
+        """Frees nothing any more."""
+        self._released.close()
 
     async def collect(self, request: CollectRequest) -> CollectReply:
         """Of tasks that were submitted with `Delivery.COLLECT`: waits as the request says, and hands out what is there
@@ -102,9 +111,10 @@ class Collector:
         unfinished = await self._stopped(request, leftover)
         if len(unfinished) > MAX_UNFINISHED_SHOWN:
             warnings += (f"{len(unfinished)} tasks are unfinished: {MAX_UNFINISHED_SHOWN} of them are named",)
+        named = unfinished[:MAX_UNFINISHED_SHOWN]
         reply = CollectReply(
             submission_id=submission.submission_id,
-            unfinished=tuple(unfinished[:MAX_UNFINISHED_SHOWN]),
+            unfinished=tuple([_unfinished(task, is_stopped=leftover.is_stop) for task in named]),
             is_timed_out=leftover.ending.is_timeout,
             warnings=warnings,
         )
@@ -126,7 +136,11 @@ class Collector:
         no error.
         """
         command = AcknowledgeResults(namespace, request_id, self._clock.unix_time())
+        collected = self._ledger.results.collected(namespace, request_id)
+        released = [*collected.results] if collected is not None else []
+        del collected
         if self._recorder.record(command, namespace):
+            _ = self._released.add(_letting_go(released))
             await self._event_log.wait_committed(self._ledger.last_sequence)
 
     async def discard(self, selector: SubmissionSelector, request_id: str = "") -> None:
@@ -149,7 +163,11 @@ class Collector:
         """Whether there is anything to write down."""
         submission = self._ledger.require(selector)
         command = DiscardResults(submission.submission_id, self._clock.unix_time(), request_id, request_digest)
-        return bool(self._recorder.record(command, submission.key.namespace))
+        released = [*submission.kept.results()]
+        if not self._recorder.record(command, submission.key.namespace):
+            return False
+        _ = self._released.add(_letting_go(released))
+        return True
 
     def _known(self, request: CollectRequest, submission: SubmissionRecord | None) -> CollectedSet | None:
         """What this request id was told already."""
@@ -172,7 +190,7 @@ class Collector:
         await self._event_log.wait_committed(self._ledger.last_sequence)
         results = known.results
         if not request.with_payloads:
-            results = tuple([msgspec.structs.replace(result, samples=(), payloads=()) for result in results])
+            results = await in_slices(_without_payloads(results), self._clock)
         return CollectReply(
             submission_id=known.submission_id,
             results=results,
@@ -250,7 +268,7 @@ class Collector:
                 del self._leftovers[next(iter(self._leftovers))]
         return leftover
 
-    async def _stopped(self, request: CollectRequest, leftover: _Leftover) -> list[UnfinishedTask]:
+    async def _stopped(self, request: CollectRequest, leftover: _Leftover) -> list[TaskRecord]:
         """Stops what is to be stopped; the tasks that leave no result."""
         submission = leftover.submission
         if leftover.is_stop:
@@ -262,11 +280,7 @@ class Collector:
                 restarts_runners=leftover.ending.is_timeout,
             )
         # What has left a result meanwhile may have been taken by another call.
-        return [
-            _unfinished(task, is_stopped=leftover.is_stop)
-            for task in leftover.tasks
-            if task.task_id in submission.open_tasks or not leaves_result(task)
-        ]
+        return [task for task in leftover.tasks if task.task_id in submission.open_tasks or not leaves_result(task)]
 
     def _hand_out(
         self, request: CollectRequest, submission: SubmissionRecord, reply: CollectReply
@@ -310,6 +324,22 @@ def _check_same(request: CollectRequest, submission: SubmissionRecord | None, ow
         raise AlreadyExistsError(
             f"request_id {request.request_id!r} collected another submission: send a fresh request_id"
         )
+
+
+def _without_payloads(results: Sequence[TaskResult]) -> Generator[None, None, tuple[TaskResult, ...]]:
+    bare: list[TaskResult] = []
+    for begin in range(0, len(results), _STEP):
+        some = results[begin : begin + _STEP]
+        bare += [msgspec.structs.replace(result, samples=(), payloads=()) for result in some]
+        yield
+    return tuple(bare)
+
+
+def _letting_go(results: list[TaskResult]) -> Generator[None, None, None]:
+    """Nothing else has them any more, and to free 100 000 results takes long."""
+    while results:
+        del results[-_STEP:]
+        yield
 
 
 def _unfinished(task: TaskRecord, *, is_stopped: bool) -> UnfinishedTask:

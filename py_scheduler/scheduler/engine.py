@@ -126,7 +126,7 @@ class Engine:
         self._recorder = Recorder(self._whole_ledger, self._event_log)
         if self._gate is not None:
             self._recorder.event_listeners.append(self._gate.apply)
-        self._checkpoints = Checkpoints(journal, self._ledger, self._event_log)
+        self._checkpoints = Checkpoints(journal, self._recorder, self._event_log, clock)
         self._workdirs = Workdirs(settings.workdir_root)
         backends = RecordedBackends(self._recorder, self._event_log, clock)
         self.generation = GenerationGateway(generation_backends, settings.max_running_generations, backends)
@@ -205,6 +205,7 @@ class Engine:
         self._stops.close()
         self._enqueueing.close()
         self._refusals.close()
+        self.results.close()
         self.stranded_workers = await self._supervisor.close()
         await self._workdirs.close()
         self._event_log.close()

@@ -1,7 +1,8 @@
 """Work that is done in slices, so that whatever its size it never holds the loop.
 
 Such work is a generator: it yields wherever it may be interrupted, after at most a millisecond or so, and returns what
-it came to. What it looks at may have changed after each yield.
+it came to. What it looks at may have changed after each yield. Where it has made work for others, such as handlers that
+it told to stop, it yields True: its slice is over, however short it was, and the others go on first.
 """
 
 from __future__ import annotations
@@ -21,18 +22,31 @@ SLICE_SECONDS = 0.005
 """What one turn of the loop is given to."""
 
 
-async def in_slices(work: Generator[None, None, _Result], clock: Clock) -> _Result:
-    """Does it, and gives the loop back every few milliseconds."""
-    slice_ends = clock.monotonic() + SLICE_SECONDS
+def at_once(work: Generator[bool | None, None, _Result]) -> _Result:
+    """Does all of it now: for who is not in a loop, or knows that it is little."""
     while True:
         try:
             next(work)
         except StopIteration as done:
             result: _Result = done.value
             return result
-        if clock.monotonic() >= slice_ends:
-            await asyncio.sleep(0)
-            slice_ends = clock.monotonic() + SLICE_SECONDS
+
+
+async def in_slices(work: Generator[bool | None, None, _Result], clock: Clock) -> _Result:
+    """Does it, and gives the loop back every few milliseconds."""
+    slice_ends = clock.monotonic() + SLICE_SECONDS
+    try:
+        while True:
+            try:
+                is_over = next(work)
+            except StopIteration as done:
+                result: _Result = done.value
+                return result
+            if is_over or clock.monotonic() >= slice_ends:
+                await asyncio.sleep(0)
+                slice_ends = clock.monotonic() + SLICE_SECONDS
+    finally:
+        work.close()
 
 
 class Backlog:
@@ -42,10 +56,10 @@ class Backlog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._work: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
+        self._work: deque[tuple[Generator[bool | None, None, Any], asyncio.Future[Any]]] = deque()
         self._next_slice: asyncio.Handle | None = None
 
-    def add(self, work: Generator[None, None, _Result]) -> asyncio.Future[_Result]:
+    def add(self, work: Generator[bool | None, None, _Result]) -> asyncio.Future[_Result]:
         """Does the first slice of it now, so that what is short is over when this returns. To wait for the rest, shield
         what is returned: it is the work's and not the caller's.
         """
@@ -62,12 +76,13 @@ class Backlog:
             done.cancel()
         self._work.clear()
 
-    def _do_slice(self, work: Generator[None, None, _Result], done: asyncio.Future[_Result]) -> None:
+    def _do_slice(self, work: Generator[bool | None, None, _Result], done: asyncio.Future[_Result]) -> None:
         monotonic = self._clock.monotonic
         slice_ends = monotonic() + SLICE_SECONDS
         try:
             while monotonic() < slice_ends:
-                next(work)
+                if next(work):
+                    break
         except StopIteration as end:
             done.set_result(end.value)
             return

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from py_scheduler.domain.task import BatchId
 
 MAX_CHUNK_BYTES = 1 << 20
+MAX_CHUNK_PARTS = 1_000
+"""Of one message, which is made within one turn of the loop: small parts take long to make for what they weigh."""
 
 
 # Requests
@@ -157,7 +159,7 @@ def encode_chunks(
     size = 0
     for part in _parts(reply, max_bytes):
         part_size = part.ByteSize()
-        if parts and size + part_size > max_bytes:
+        if parts and (size + part_size > max_bytes or len(parts) == MAX_CHUNK_PARTS):
             yield parts
             parts, size = [], 0
         parts.append(part)

@@ -15,10 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.domain.events import EVERY_NAMESPACE, AttemptRef, Moment, StopCause
 from py_scheduler.domain.generation import STUDENT, TEACHER
 from py_scheduler.domain.results import AttemptState, Outcome, Reward, SampleDone
 from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
+from py_scheduler.scheduler import slices
+from py_scheduler.scheduler.ledger import snapshots as snapshots_module
 from py_scheduler.scheduler.ledger.commands import (
     AcceptTasks,
     AcknowledgeResults,
@@ -78,7 +81,7 @@ class World:
         log = EventLog(self.store)
         log.start(self.ledger.state.last_sequence)
         self.recorder = Recorder(self.ledger, log)
-        self.checkpoints = Checkpoints(self.store, self.ledger.state, log)
+        self.checkpoints = Checkpoints(self.store, self.recorder, log, LoopClock())
         self.checkpoints.start(folded.snapshots)
         self._log = log
 
@@ -304,8 +307,11 @@ histories = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.int
 def _in_small_steps() -> Any:
     """So that a checkpoint lets the world go on after each piece."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints_module, "_TASKS_A_TURN", 1)
-        patch.setattr(checkpoints_module, "_BYTES_A_TURN", 1)
+        patch.setattr(checkpoints_module, "_AT_ONCE", 1)
+        patch.setattr(checkpoints_module, "_BYTES_AT_ONCE", 1)
+        patch.setattr(snapshots_module, "_STEP", 1)
+        patch.setattr(snapshots_module, "_BLOCK", 2)
+        patch.setattr(slices, "SLICE_SECONDS", 0.0)
         yield
 
 

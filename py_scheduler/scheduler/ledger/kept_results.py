@@ -124,7 +124,8 @@ class KeptResults:
         if not leaves_result(task):
             return
         result = submission.kept.collectable[task.task_id] = _result(task, staged, done)
-        self._count(submission, result_size(result))
+        size = submission.kept.sizes[task.task_id] = result_size(result)
+        self._count(submission, size)
 
     def apply_collected(self, event: ResultsCollected) -> None:
         submission = self._submissions[event.submission_id]
@@ -139,7 +140,8 @@ class KeptResults:
         submission = self._submissions[event.submission_id]
         del self._sets[submission.key.namespace, event.request_id]
         collected = submission.kept.unacknowledged.pop(event.request_id)
-        self._count(submission, -sum([result_size(result) for result in collected.results]))
+        sizes = submission.kept.sizes
+        self._count(submission, -sum([sizes.pop(result.task_id) for result in collected.results]))
 
     def apply_discarded(self, event: ResultsDiscarded) -> None:
         submission = self._submissions[event.submission_id]
@@ -147,6 +149,7 @@ class KeptResults:
             del self._sets[submission.key.namespace, request_id]
         submission.kept.unacknowledged.clear()
         submission.kept.collectable.clear()
+        submission.kept.sizes.clear()
         submission.kept.scheduled_tasks = len(submission.open_tasks)
         submission.kept.returned_tasks = 0
         self._count(submission, -submission.kept.size)
@@ -167,7 +170,9 @@ class KeptResults:
         self._recount(submission)
 
     def _recount(self, submission: SubmissionRecord) -> None:
-        self._count(submission, sum(map(result_size, submission.kept.results())) - submission.kept.size)
+        kept = submission.kept
+        kept.sizes = {result.task_id: result_size(result) for result in kept.results()}
+        self._count(submission, sum(kept.sizes.values()) - kept.size)
 
     def _count(self, submission: SubmissionRecord, size: int) -> None:
         if size < 0:

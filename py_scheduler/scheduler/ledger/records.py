@@ -132,6 +132,13 @@ class KeptState(msgspec.Struct, gc=False):
     """What was handed out, by request id."""
     size: int = 0
     """Bytes of both, about."""
+    sizes: dict[str, int] = {}
+    """The same of each, by task: to count 100 000 results anew takes as long as to make them."""
+
+    @property
+    def count(self) -> int:
+        """How many results are kept."""
+        return len(self.sizes)
 
     def results(self) -> Iterator[TaskResult]:
         """All that are kept."""

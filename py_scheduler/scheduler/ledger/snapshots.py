@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from py_scheduler.domain.collecting import TaskResult, UnfinishedTask
-from py_scheduler.domain.events import Moment, StopCause
+from py_scheduler.domain.events import (
+    AbortRequested,
+    AttemptEnded,
+    AttemptsLeased,
+    AttemptStarted,
+    Moment,
+    StopCause,
+    TaskDone,
+    TasksAccepted,
+)
 from py_scheduler.domain.ports import SERVICE, Snapshot
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
 from py_scheduler.domain.task import BatchId, SubmissionKey, Task
@@ -38,13 +47,20 @@ from py_scheduler.scheduler.ledger.records import (
 from py_scheduler.scheduler.ledger.service_facts import ServiceFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from py_scheduler.domain.events import Event
     from py_scheduler.scheduler.ledger.state import LedgerState
 
 _VERSION = 2
 _READABLE = (1, _VERSION)
 """In 1 a submission kept no results."""
+_STEP = 150
+"""Tasks that are written down before the loop may be given back."""
+_BLOCK = 15
+"""Tasks that are written down together. Of one each there would be 100 000 pieces to put together at the end; of 1 000
+each, every task that goes on would cost 1 000.
+"""
 
 
 class _TaskImage(msgspec.Struct, array_like=True, gc=False):
@@ -133,21 +149,90 @@ def result_of(snapshot: Snapshot) -> TaskResult:
     return _decoded(snapshot, _ResultImage).result
 
 
+class SubmissionDraft:
+    """A submission's snapshot that is made while the submission goes on: its open tasks are written down in blocks,
+    each once, and again if a task of it has changed before the end. It has to be told of every event behind the ledger
+    from its beginning on.
+    """
+
+    def __init__(self, submission: SubmissionRecord) -> None:
+        self._submission = submission
+        self._blocks: dict[int, bytes] = {}
+        """The open tasks of consecutive numbers, one after another; those that have none are left out."""
+        self._left: dict[int, None] = {}
+        """The blocks that are to be written down, perhaps anew."""
+        self._unsorted: Iterable[str] = iter(list(submission.open_tasks))
+        """Tasks whose blocks are not among these yet."""
+
+    @property
+    def tasks_left(self) -> int:
+        """How many tasks, at most, have changed since they were written down."""
+        return _BLOCK * len(self._left)
+
+    def apply(self, event: Event) -> None:
+        if type(event) is AttemptsLeased or event.submission_id != self._submission.submission_id:
+            return  # What is leased waits again after a restart.
+        if type(event) is TaskDone or type(event) is AttemptStarted or type(event) is AttemptEnded:
+            self._left[_block_of(event.task_id)] = None
+        elif type(event) is AbortRequested:
+            self._left |= dict.fromkeys(map(_block_of, event.task_ids))
+        elif type(event) is TasksAccepted:
+            self._left |= dict.fromkeys([_block_of(accepted.task_id) for accepted in event.tasks])
+
+    def write(self) -> Iterator[None]:
+        """Writes down what is to be now; in slices."""
+        for number, task_id in enumerate(self._unsorted):
+            self._left[_block_of(task_id)] = None
+            if number % _STEP == 0:
+                yield
+        for number, block in enumerate(list(self._left)):
+            del self._left[block]
+            self._write(block)
+            if _BLOCK * number % _STEP == 0:
+                yield
+
+    def _write(self, block: int) -> None:
+        submission = self._submission
+        ids = [task_id_of(submission.submission_id, block * _BLOCK + number) for number in range(_BLOCK)]
+        images = [_task_image(task) for task_id in ids if (task := submission.open_tasks.get(task_id)) is not None]
+        if images:
+            self._blocks[block] = _encode(images)[1:]  # Without its length, which takes one byte of so few.
+        else:
+            self._blocks.pop(block, None)
+
+    def finish(self, ledger: LedgerState) -> Snapshot:
+        """The submission as it is now, after the ledger's last event; the results that it keeps have their own."""
+        submission = self._submission
+        for _ in self.write():
+            pass
+        # The parts of a `_SubmissionImage`: an array of msgpack is its length and then its elements.
+        before = (
+            _VERSION,
+            submission.key.batch_id,
+            submission.key.namespace,
+            submission.next_task_no,
+            submission.last_sequence,
+            submission.requests,
+            submission.attempts_in,
+            submission.done_tasks,
+        )
+        parts = [_begin_array(len(before) + 2), *map(_encode, before), _begin_array(len(submission.open_tasks))]
+        content = b"".join([*parts, *self._blocks.values(), _encode(_kept_image(submission.kept))])
+        return Snapshot(submission.submission_id, ledger.last_sequence, content)
+
+
+def _block_of(task_id: str) -> int:
+    return int(task_id.rpartition("-")[2]) // _BLOCK
+
+
+def _begin_array(length: int) -> bytes:
+    """What stands before the elements of an array of msgpack."""
+    return b"\xdd" + length.to_bytes(4, "big")
+
+
 def snapshot_of(submission: SubmissionRecord, ledger: LedgerState) -> Snapshot:
-    """The submission as it is now, after the ledger's last event; the results that it keeps have their own."""
-    image = _SubmissionImage(
-        version=_VERSION,
-        batch_id=submission.key.batch_id,
-        namespace=submission.key.namespace,
-        next_task_no=submission.next_task_no,
-        last_sequence=submission.last_sequence,
-        requests=submission.requests,
-        attempts_in=submission.attempts_in,
-        done_tasks=submission.done_tasks,
-        tasks=[_task_image(task) for task in submission.open_tasks.values()],
-        kept=_kept_image(submission.kept),
-    )
-    return Snapshot(submission.submission_id, ledger.last_sequence, _encode(image))
+    """See `SubmissionDraft.finish`."""
+    return SubmissionDraft(submission).finish(ledger)
 
 
 def _task_image(task: TaskRecord) -> _TaskImage:

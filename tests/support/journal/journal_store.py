@@ -44,12 +44,12 @@ class Store(MemoryJournal):
 
     def replay(self) -> Iterator[Sequence[EventRecord]]:
         """Samples without trajectories, from bytes, as the journal in files has them."""
-        for record in self._records:
+        for record in self._records[self._dropped :]:
             if record.sequence > self.through:
                 yield bare_records_of(_written(record)[0])
 
     def whole(self) -> Iterator[Sequence[EventRecord]]:
-        for record in self._records:
+        for record in self._records[self._dropped :]:
             yield records_of(*_written(record))
 
     def put_snapshots(self, snapshots: Sequence[Snapshot]) -> None:

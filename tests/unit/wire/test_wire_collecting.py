@@ -11,6 +11,7 @@ from py_scheduler.domain.collecting import CollectReply, CollectRequest, TaskRes
 from py_scheduler.domain.results import TaskState
 from py_scheduler.errors import InvalidArgumentError, ServerError
 from py_scheduler.wire.collecting import (
+    MAX_CHUNK_PARTS,
     CollectReader,
     decode_collect_request,
     decode_drain_request,
@@ -70,6 +71,12 @@ def test_a_long_payload_is_cut_and_no_message_is_much_longer_than_a_chunk() -> N
     assert len(sizes) == 4
     assert max(sizes) < 1.01 * (1 << 20)
     assert travel(reply) == reply
+
+
+def test_a_message_is_made_of_no_more_parts_than_one_turn_of_the_loop_should_make() -> None:
+    result = TaskResult(task_id="t", client_key="", state=TaskState.FAILED, succeeded_samples=0, planned_samples=1)
+    reply = CollectReply(results=(result,) * (2 * MAX_CHUNK_PARTS))
+    assert [len(parts) for parts in encode_chunks(reply)] == [MAX_CHUNK_PARTS, MAX_CHUNK_PARTS, 1]
 
 
 def test_a_stream_that_lacks_a_result_is_found_out() -> None:

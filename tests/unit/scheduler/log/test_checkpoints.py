@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.scheduler.ledger.commands import AcceptTasks
@@ -25,7 +26,8 @@ async def test_cut_off_after_any_step_a_restart_finds_the_same_state(steps: int)
     store, ledger = Store(), Ledger(retained_submissions=1)
     log = EventLog(store)
     log.start(0)
-    recorder, checkpoints = Recorder(ledger, log), Checkpoints(store, ledger.state, log)
+    recorder = Recorder(ledger, log)
+    checkpoints = Checkpoints(store, recorder, log, LoopClock())
     for number in range(3):
         recorder.record(accept(number), "default")
         recorder.record(start(f"s{number}-0"), "default")
