@@ -13,7 +13,9 @@ import msgspec
 
 from py_scheduler.app import cluster_nodes
 from py_scheduler.commands.common import positive, read_specs, standard_console
+from py_scheduler.commands.views.report_plots import load_matplotlib
 from py_scheduler.commands.views.simulate import SimulationView, show_simulation
+from py_scheduler.commands.views.simulate_plots import MOST_DRAWN, draw_simulation
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.knobs import KNOBS, Kind, Knob, Override, add_flags, overrides_of
 from py_scheduler.simulation.simulate import LostNode, SimulationSettings, simulate
@@ -97,6 +99,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="runs the same workload with each value of a key of the configuration (scheduler.max_bypass, "
         "evaluator[].batch_size; short: concurrency, batch_size) or of --ahead; may be repeated, for every combination",
     )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw when and where each sample ran, and what waited meanwhile"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object to a line for each run")
 
 
@@ -120,18 +125,26 @@ def run_simulations(options: argparse.Namespace, console: Console) -> int:
         (variant, _config(options, [*turned, *variant.overrides]), _settings(options, variant.ahead))
         for variant in _variants(options)
     ]
+    if options.png is not None:
+        load_matplotlib()
+        if len(planned) > MOST_DRAWN:
+            raise InvalidArgumentError(f"draws {MOST_DRAWN} runs at most, {len(planned)} are compared", "--png")
     views = []
     for variant, config, settings in planned:
         steps = (
             workload if variant.ahead is None or isinstance(workload, DrawnWorkload) else list(map(_at_once, workload))
         )
         ran = simulate(config, steps, settings, seed=options.seed, base_dir=base_dir)
-        views.append(SimulationView(label=variant.label, figures=ran.figures))
+        views.append(SimulationView(label=variant.label, figures=ran.figures, spans=ran.spans))
         if options.json:
             line = {"variant": variant.label, "seed": options.seed} | msgspec.to_builtins(ran.figures)
             console.out(msgspec.json.encode(line).decode(), highlight=False)
+    if options.png is not None:
+        draw_simulation(views, options.png)
     if not options.json:
         show_simulation(views, cluster_nodes(planned[0][1].cluster, base_dir) or [], console)
+        if options.png is not None:
+            console.print(f"wrote {options.png}", soft_wrap=True)
     return 0
 
 

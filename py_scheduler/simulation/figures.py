@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from py_scheduler.simulation.spans import Spans
 
     Column = np.ndarray[tuple[int], np.dtype[np.float64]]
+    Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Supply(msgspec.Struct, frozen=True):
@@ -133,6 +134,13 @@ def utilisation_of(
 
 def tail_seconds(spans: Spans) -> float:
     """How long something ran and nothing waited for room."""
+    times, waiting, running = course_of(spans)
+    is_tail = (waiting[:-1] == 0) & (running[:-1] > 0)
+    return float(np.diff(times)[is_tail].sum())
+
+
+def course_of(spans: Spans) -> tuple[Column, Counts, Counts]:
+    """The moments at which anything changed, and how many samples waited and ran from each of them on."""
     submitted, started = np.asarray(spans.submitted), np.asarray(spans.started)
     ended = started + np.asarray(spans.held)
     count = len(spans)
@@ -140,6 +148,4 @@ def tail_seconds(spans: Spans) -> float:
     waits = np.repeat(np.array([1, -1, 0]), count)
     runs = np.repeat(np.array([0, 1, -1]), count)
     order = np.argsort(times, kind="stable")
-    waiting, running = np.cumsum(waits[order]), np.cumsum(runs[order])
-    is_tail = (waiting[:-1] == 0) & (running[:-1] > 0)
-    return float(np.diff(times[order])[is_tail].sum())
+    return times[order], np.cumsum(waits[order]), np.cumsum(runs[order])

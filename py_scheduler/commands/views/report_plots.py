@@ -43,7 +43,8 @@ TIME_COLOURS = {
     "verify_seconds": ("verify", "#DDCC77"),
 }
 _UNKNOWN_COLOUR = "#8C8C8C"
-_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B5B5B")
+STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "hatch.linewidth": 0.6}
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B5B5B")
 _MARKERS = "osD^vPX"
 _INFRA_HATCH = "////"
 _MAX_NODES = 32
@@ -59,14 +60,7 @@ def draw_report(report: Report, folder: Path) -> list[Path]:
     """Writes one PNG for each thing there are figures of, and returns them. Raises FailedPreconditionError without
     matplotlib, and for a folder that cannot be written to or is a link to another place.
     """
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 (an optional extra)
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise FailedPreconditionError(
-            f"drawing needs matplotlib ({error}): install the extra 'report' of py-scheduler, or say --no-plots"
-        ) from error
-
+    mpl, Figure = load_matplotlib(", or say --no-plots")  # noqa: N806 -- a class
     drawings: dict[str, Callable[[Report, Any], bool]] = {
         "outcomes": _outcomes,
         "reward": _reward,
@@ -78,20 +72,35 @@ def draw_report(report: Report, folder: Path) -> list[Path]:
     if folder.is_symlink():
         raise FailedPreconditionError(f"{folder} is a symbolic link: name the folder that it leads to by --out")
     written = []
-    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "hatch.linewidth": 0.6}
-    with mpl.rc_context(style):
+    with mpl.rc_context(STYLE):
         for name, draw in drawings.items():
             figure = Figure(layout="constrained")
             if draw(report, figure):
                 path = folder / f"{name}.png"
-                # No version and no date, so that the same figures give the same file.
-                try:
-                    with atomic_file(path) as sink:
-                        figure.savefig(sink, format="png", dpi=_DPI, metadata={"Software": None})
-                except OSError as error:
-                    raise FailedPreconditionError(f"{path} cannot be written: {error.strerror or error}") from error
+                save(figure, path)
                 written.append(path)
     return written
+
+
+def load_matplotlib(way_out: str = "") -> tuple[Any, Any]:
+    """matplotlib and its Figure. Raises FailedPreconditionError without the extra."""
+    try:
+        import matplotlib as mpl  # noqa: PLC0415 (an optional extra)
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise FailedPreconditionError(
+            f"drawing needs matplotlib ({error}): install the extra 'report' of py-scheduler{way_out}"
+        ) from error
+    return mpl, Figure
+
+
+def save(figure: Any, path: Path) -> None:
+    """As PNG, without version and date, so that the same figures give the same file. Raises FailedPreconditionError."""
+    try:
+        with atomic_file(path) as sink:
+            figure.savefig(sink, format="png", dpi=_DPI, metadata={"Software": None})
+    except OSError as error:
+        raise FailedPreconditionError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _outcomes(report: Report, figure: Any) -> bool:
@@ -293,7 +302,7 @@ def _draw_lines(axes: Any, lines: Iterable[tuple[str, Points]]) -> None:
         known = [(x, y) for x, y in points if y is not None]
         style = {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 4.5} if len(known) <= _MANY_POINTS else {}
         xs, ys = [x for x, _ in known], [y for _, y in known]
-        axes.plot(xs, ys, color=_LINES[number % len(_LINES)], linewidth=1.6, label=label, **style)
+        axes.plot(xs, ys, color=LINES[number % len(LINES)], linewidth=1.6, label=label, **style)
     axes.set_xlabel("iteration")
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.grid(visible=True, axis="y", alpha=0.3)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from py_scheduler.domain.resources import NodeResource
     from py_scheduler.simulation.figures import SimulationFigures
+    from py_scheduler.simulation.spans import Spans
 
 
 class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +25,11 @@ class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
 
     label: str
     figures: SimulationFigures
+    spans: Spans
+
+    @property
+    def name(self) -> str:
+        return self.label or "as configured"
 
 
 def show_simulation(views: Sequence[SimulationView], nodes: Sequence[NodeResource], console: Console) -> None:
@@ -68,7 +74,7 @@ def _table(views: Sequence[SimulationView]) -> Table:
             *([f"{figures.failed_attempts:,}"] if has_failures else []),
         ]
         used = ", ".join(f"{kind} {_percent(share)}" for kind, share in figures.utilisation.items()) or "-"
-        table.add_row(view.label or "as configured", *cells, used, figures.bound_by)
+        table.add_row(view.name, *cells, used, figures.bound_by)
     return table
 
 
