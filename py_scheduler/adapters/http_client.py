@@ -214,12 +214,18 @@ def _taken_from(buffer: bytearray, searched: int) -> list[bytes]:
     payloads, start = [], 0
     with memoryview(buffer) as view:
         while start <= end:
-            stop = buffer.find(b"\n\n", start, end)
-            if stop < 0:
-                stop = end
+            stop = _end_of_event(buffer, start)
             if buffer.startswith(b"data: ", start):
                 payloads.append(bytes(view[start + len(b"data: ") : stop]))
             start = stop + len(b"\n\n")
     del buffer[:start]
     payloads.reverse()
     return payloads
+
+
+def _end_of_event(events: bytearray, start: int) -> int:
+    """Of one that is complete. It is one line as a rule, whose end is found at once: a search for the two bytes of the
+    empty line looks at each byte.
+    """
+    end = events.find(b"\n", start)
+    return end if events.startswith(b"\n", end + 1) else events.find(b"\n\n", end)
