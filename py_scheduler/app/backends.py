@@ -90,12 +90,31 @@ def _build_embedded(table: dict[str, Any], key: str, base_dir: Path, _backends: 
 
 
 def _build_sglang(table: dict[str, Any], key: str, _base_dir: Path, _backends: Backends) -> GenerationBackend:
+    from py_scheduler.adapters.sglang.backend import SglangBackend  # noqa: PLC0415 - like the other adapters
+    from py_scheduler.adapters.sglang.fleet import SglangFleet  # noqa: PLC0415
+    from py_scheduler.adapters.sglang.settings import SglangSettings  # noqa: PLC0415
+
+    return _build_served(table, key, SglangSettings, SglangBackend, SglangFleet)
+
+
+def _build_vllm(table: dict[str, Any], key: str, _base_dir: Path, _backends: Backends) -> GenerationBackend:
+    from py_scheduler.adapters.http_server.settings import ServerSettings  # noqa: PLC0415 - like the other adapters
+    from py_scheduler.adapters.vllm.backend import VllmBackend  # noqa: PLC0415
+    from py_scheduler.adapters.vllm.fleet import VllmFleet  # noqa: PLC0415
+
+    return _build_served(table, key, ServerSettings, VllmBackend, VllmFleet)
+
+
+def _build_served(
+    table: dict[str, Any],
+    key: str,
+    settings_type: type[Any],
+    one: Callable[..., GenerationBackend],
+    several: Callable[..., GenerationBackend],
+) -> GenerationBackend:
     """One server or a router with its workers, as `base_url` says, or as many as `base_urls` says, which can be changed
     while it runs.
     """
-    from py_scheduler.adapters.sglang.backend import SglangBackend  # noqa: PLC0415 - like the other adapters
-    from py_scheduler.adapters.sglang.settings import SglangSettings  # noqa: PLC0415
-
     faults: list[FieldViolation] = []
     addresses = {name: table.pop(name) for name in ("base_url", "base_urls", "control_urls") if name in table}
     if "base_urls" in addresses:
@@ -108,20 +127,18 @@ def _build_sglang(table: dict[str, Any], key: str, _base_dir: Path, _backends: B
         faults += _address_faults(value if name != "base_url" else [value], f"{key}.{name}", may_be_empty=may_be_empty)
     if faults:
         raise ConfigError(faults)
+    controls = addresses.get("control_urls", ())
     if "base_urls" in addresses:
-        from py_scheduler.adapters.sglang.fleet import SglangFleet  # noqa: PLC0415
-        from py_scheduler.adapters.sglang.settings import FleetSettings  # noqa: PLC0415
+        from py_scheduler.adapters.fleet.settings import FleetSettings  # noqa: PLC0415
 
         with collecting(faults):
-            settings = convert_table(table, SglangSettings, key)
+            settings = convert_table(table, settings_type, key)
         with collecting(faults):
             fleet = convert_table(fleet, FleetSettings, f"{key}.fleet")
         if faults:
             raise ConfigError(faults)
-        controls = addresses.get("control_urls", ())
-        return SglangFleet(addresses["base_urls"], control_urls=controls, settings=settings, fleet=fleet)
-    settings = convert_table(table, SglangSettings, key)
-    return SglangBackend(addresses["base_url"], control_urls=addresses.get("control_urls", ()), settings=settings)
+        return several(addresses["base_urls"], control_urls=controls, settings=settings, fleet=fleet)
+    return one(addresses["base_url"], control_urls=controls, settings=convert_table(table, settings_type, key))
 
 
 def _mixture_faults(addresses: Mapping[Any, Any], key: str) -> list[FieldViolation]:
@@ -172,6 +189,7 @@ def _build_with_examples(table: dict[str, Any], key: str, base_dir: Path, backen
 KINDS: dict[str, Callable[[dict[str, Any], str, Path, Backends], GenerationBackend]] = {
     "embedded": _build_embedded,
     "sglang": _build_sglang,
+    "vllm": _build_vllm,
     _WITH_EXAMPLES: _build_with_examples,
 }
 """Who builds a backend of each `kind`: of the rest of its table, the table's name, the file's folder, and the backends

@@ -113,7 +113,7 @@ class GenerationControl(Protocol):
         ...
 
 
-CONTROLLED_KINDS: Final = ("sglang",)
+CONTROLLED_KINDS: Final = ("sglang", "vllm")
 """Each `kind` of a `[generation.ROLE]` table whose backend has GenerationControl. Messages tell users of them."""
 CONTROLLED_KINDS_SAID: Final = "kind = " + " or ".join([f'"{kind}"' for kind in CONTROLLED_KINDS])
 

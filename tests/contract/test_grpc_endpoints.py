@@ -147,7 +147,9 @@ async def test_what_cannot_be_set_says_the_way_out_and_changes_nothing() -> None
         before = await until_up(client, 1)
         with pytest.raises(NotFoundError, match="configured: student, teacher, judge"):
             await client.set_endpoints("nobody", [first.base_url])
-        with pytest.raises(FailedPreconditionError, match=r'\[generation.judge\] kind = "sglang" and base_urls'):
+        with pytest.raises(
+            FailedPreconditionError, match=r'\[generation.judge\] kind = "sglang" or "vllm" and base_urls'
+        ):
             await client.set_endpoints(JUDGE, [first.base_url])
         with pytest.raises(InvalidArgumentError, match=r"urls\[1\]: 'http://b' is named already, by urls\[0\]"):
             await client.set_endpoints(STUDENT, ["http://b", "http://b"])

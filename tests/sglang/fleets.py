@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from py_scheduler.adapters.fleet.settings import FleetSettings
 from py_scheduler.adapters.sglang.fleet import SglangFleet
-from py_scheduler.adapters.sglang.settings import FleetSettings
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.results import AgentResult, Reward
 from tests.sglang.asking import PROMPT, SETTINGS

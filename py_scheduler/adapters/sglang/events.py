@@ -9,12 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from py_scheduler.adapters.http_client import UNREADABLE
-from py_scheduler.adapters.sglang.answers import LogProb, TokenId, Version
-from py_scheduler.domain.generation import FinishReason, Generation
+from py_scheduler.adapters.http_server.values import SERVER_ERRORS, LogProb, SaidSpan, TokenId, Version
+from py_scheduler.domain.generation import FinishReason
 from py_scheduler.errors import EngineUnavailableError
-
-BAD_REQUEST, SERVER_ERRORS = 400, 500
-NOTHING = Generation(token_id_bytes=b"", log_prob_bytes=b"", text="", finish_reason=FinishReason.ABORT)
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -22,12 +19,6 @@ class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     log_prob: LogProb
     token_id: TokenId
-
-
-class SaidSpan(msgspec.Struct, frozen=True, gc=False):
-    version: Version
-    start: int
-    end: int
 
 
 class Finish(msgspec.Struct, frozen=True, gc=False):

@@ -2,9 +2,7 @@
 
 Invariants
 
-- The server is asked once, and again only by `refresh`. In between the weight version follows what generations report.
 - How it streams follows what it said when it was asked last, and what its streams have shown since.
-- What its tokenizer has answered is forgotten with all that may come with another one (`encoded.py`).
 - The size of the vocabulary, once known, stays that of the model of this name. It is 0 only while the server was paused
   each time it was asked: a paused server does not answer the one question that tells it.
 """
@@ -18,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.adapters.http_client import LOST_CONNECTION, body_of, error_message, read_as
-from py_scheduler.adapters.sglang.answers import Tokenized
+from py_scheduler.adapters.http_client import LOST_CONNECTION, body_of, error_message
+from py_scheduler.adapters.http_server.model import ServedModel
 from py_scheduler.adapters.sglang.streaming import Streaming
 from py_scheduler.domain.generation import LogProbKind, ModelInfo
 from py_scheduler.errors import EngineUnavailableError
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from py_scheduler.adapters.http_client import HttpClient
-    from py_scheduler.adapters.sglang.encoded import EncodedPrompts
+    from py_scheduler.adapters.http_server.encoded import EncodedPrompts
     from py_scheduler.adapters.sglang.settings import SglangSettings
 
 logger = logging.getLogger(__name__)
@@ -46,38 +44,22 @@ VOCAB_QUESTION = {
 """No endpoint tells the size of the vocabulary, but the refusal of this does. Nothing is generated."""
 
 
-class ServedModel:
+class ServedSglang(ServedModel):
     """Of the server at `base_url`, as its control addresses tell it."""
+
+    _tokenizer = "/v1/tokenize"
 
     def __init__(
         self, base_url: str, controls: Sequence[HttpClient], settings: SglangSettings, encoded: EncodedPrompts
     ) -> None:
-        self.info: ModelInfo | None = None
-        self._base_url = base_url
-        self._controls = controls
+        super().__init__(base_url, controls, settings, encoded)
         self._settings = settings
-        self._asking = asyncio.Lock()
         self._asking_vocabulary = asyncio.Lock()
         self._ignores_seeds = False
         chosen = settings.streaming
         self.streaming = Streaming.CUMULATIVE if chosen == "auto" else Streaming(chosen)
         """How it is asked for tokens. Of a stream that comes otherwise nothing is lost: it only costs more."""
         self._told = set[Streaming]()
-        self._encoded = encoded
-
-    async def known(self) -> ModelInfo:
-        """Raises EngineUnavailableError when the server has not told it yet and does not now."""
-        if self.info is None:
-            async with self._asking:
-                if self.info is None:
-                    self.info = await self._ask_info()
-        return self.info
-
-    async def refresh(self) -> ModelInfo:
-        async with self._asking:
-            self._encoded.forget()
-            self.info = await self._ask_info()
-        return self.info
 
     async def with_vocabulary(self) -> ModelInfo:
         """Waits for as long as the server is paused. Raises EngineUnavailableError."""
@@ -89,12 +71,6 @@ class ServedModel:
                     self.info = msgspec.structs.replace(await self.known(), vocab_size=vocab_size)
                 info = await self.known()
         return info
-
-    def has_weights(self, version: str) -> None:
-        """That, it was seen to have."""
-        if self.info is not None and version != self.info.weight_version:
-            self.info = msgspec.structs.replace(self.info, weight_version=version)
-            self._encoded.forget()
 
     def streams(self, streaming: Streaming) -> None:
         """So it does, as it says or was seen to: generations are asked for accordingly, unless that is set."""
@@ -111,27 +87,6 @@ class ServedModel:
         if self._ignores_seeds:
             self._ignores_seeds = False
             logger.warning("%s ignores sampling_seed: start it with --enable-deterministic-inference", self._base_url)
-
-    async def tokenize(self, body: bytes) -> list[int]:
-        """Asks the server, whatever is known. body: as /v1/tokenize wants it. Raises EngineUnavailableError."""
-        path = "/v1/tokenize"
-        return read_as(Tokenized, await self.ask(path, msgspec.Raw(body)), self._base_url + path).tokens
-
-    async def ask(self, path: str, body: Any = None) -> Any:
-        """An idempotent call, with retries, by one worker after another. Raises EngineUnavailableError."""
-        retry, timeout = self._settings.retry, self._settings.control_timeout_seconds
-        failed = 0
-        while True:
-            client = self._controls[failed % len(self._controls)]
-            try:
-                if body is None:
-                    return await client.get_json(path, timeout_seconds=timeout)
-                return await client.post_json(path, body, timeout_seconds=timeout)
-            except EngineUnavailableError:
-                failed += 1
-                if failed >= retry.attempts:
-                    raise
-            await asyncio.sleep(retry.wait_seconds(failed))
 
     async def _ask_info(self) -> ModelInfo:
         model, server = await self.ask("/model_info"), await self.ask("/server_info")

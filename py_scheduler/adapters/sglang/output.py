@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from py_scheduler.adapters.http_server.values import BAD_REQUEST, SERVER_ERRORS
 from py_scheduler.adapters.sglang.events import (
-    BAD_REQUEST,
-    SERVER_ERRORS,
     UNSAID,
     Meta,
     decode_event,
@@ -36,7 +35,8 @@ from py_scheduler.errors import EngineUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from py_scheduler.adapters.sglang.events import Event, Finish, Refused, SaidSpan, Scored
+    from py_scheduler.adapters.http_server.values import SaidSpan
+    from py_scheduler.adapters.sglang.events import Event, Finish, Refused, Scored
 
 _NO_META = Meta()
 
@@ -47,7 +47,7 @@ class _Span(msgspec.Struct, gc=False):
     end: int
 
 
-class Output:
+class SglangOutput:
     """Grows by `add`. `streaming`: CUMULATIVE or INCREMENTS as soon as two events with tokens have told; else None.
 
     `refused`: what came in place of tokens, if anything did. `finish`: as the last event that was read says.

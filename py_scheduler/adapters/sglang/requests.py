@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.adapters.sglang.events import SERVER_ERRORS
+from py_scheduler.adapters.http_server.attempt import AttemptFailedError
+from py_scheduler.adapters.http_server.values import SERVER_ERRORS, TOO_MANY_REQUESTS
 from py_scheduler.adapters.sglang.streaming import Streaming, stream_interval
 from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError
@@ -16,16 +17,11 @@ if TYPE_CHECKING:
     from py_scheduler.adapters.sglang.settings import SglangSettings
     from py_scheduler.domain.generation import GenerationRequest
 
-TOO_MANY_REQUESTS = 429
 CONTEXT_OVERFLOW = re.compile(
     r"Requested token count exceeds|longer than the model's context length|exceeds the maximum allowed length"
 )
 
 DUPLICATE_RID = re.compile("Duplicate request ID")
-
-
-class AttemptFailedError(Exception):
-    """Nothing of this attempt was received; the next may do better."""
 
 
 def generate_body(request: GenerationRequest, settings: SglangSettings, streaming: Streaming) -> dict[str, Any]:

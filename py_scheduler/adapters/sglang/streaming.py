@@ -7,7 +7,9 @@ each event repeats the output so far, the number of events does not grow with th
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from py_scheduler.adapters.http_server.attempt import Silence
 
 if TYPE_CHECKING:
     from py_scheduler.adapters.sglang.settings import SglangSettings
@@ -44,19 +46,9 @@ def stream_interval(streaming: Streaming, max_new_tokens: int, settings: SglangS
     return max(settings.stream_interval or 1, -(-max_new_tokens // settings.cumulative_events))
 
 
-class Silence(NamedTuple):
-    """Seconds that a server may be silent before the first event, and from one to the next."""
-
-    first_seconds: float
-    next_seconds: float
-
-    @classmethod
-    def of(cls, body: dict[str, Any], settings: SglangSettings) -> Silence:
-        """For this body of /generate: the more tokens lie between two events, the longer is the silence there."""
-        sampling = body["sampling_params"]
-        tokens = sampling["max_new_tokens"]
-        first, between = (0, min(tokens, sampling.get("stream_interval", 1))) if body["stream"] else (tokens, 0)
-        speed = settings.least_tokens_per_second
-        return cls(
-            settings.first_token_timeout_seconds + first / speed, settings.idle_read_timeout_seconds + between / speed
-        )
+def silence_of(body: dict[str, Any], settings: SglangSettings) -> Silence:
+    """For this body of /generate: the more tokens lie between two events, the longer is the silence there."""
+    sampling = body["sampling_params"]
+    tokens = sampling["max_new_tokens"]
+    first, between = (0, min(tokens, sampling.get("stream_interval", 1))) if body["stream"] else (tokens, 0)
+    return Silence.of(first, between, settings)

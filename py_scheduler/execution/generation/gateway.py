@@ -255,8 +255,8 @@ class GenerationGateway:
         backend = known.backend
         if not isinstance(backend, MovableBackend):
             raise FailedPreconditionError(
-                f'the servers of role {role!r} are fixed: give [generation.{role}] kind = "sglang" and base_urls '
-                "(also one alone, or none), in place of what it has, and start the scheduler again"
+                f"the servers of role {role!r} are fixed: give [generation.{role}] {CONTROLLED_KINDS_SAID} and "
+                "base_urls (also one alone, or none), in place of what it has, and start the scheduler again"
             )
         # Both within one turn of the loop: the last list that was set is the last that was written down.
         backend.set_endpoints(endpoints)

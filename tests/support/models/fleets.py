@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from py_scheduler.adapters.fleet.settings import FleetSettings
 from py_scheduler.adapters.http_client import RetrySettings
 from py_scheduler.adapters.sglang.fleet import SglangFleet
-from py_scheduler.adapters.sglang.settings import FleetSettings, SglangSettings
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.domain.generation import Generation, GenerationRequest, SamplingParams, WeightUpdate
 from tests.support.fake_clock import FakeClock
 from tests.support.models.scripted_sglang import Script, ScriptedSglang

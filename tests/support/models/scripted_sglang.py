@@ -188,7 +188,7 @@ class ScriptedSglang:
         if self.load_gate is not None:
             await self.load_gate.wait()
         if self.load_status != 200:
-            return _error(self.load_status, "scripted", "error")
+            return refusal(self.load_status, "scripted", "error")
         waiting = self.foreign_requests
         return web.json_response({"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": waiting}]})
 
@@ -200,21 +200,23 @@ class ScriptedSglang:
         """One token per character; a conversation is its roles and contents in order."""
         self.tokenize_questions += 1
         if self.tokenize_status != 200:
-            return _error(self.tokenize_status, "scripted", "error")
+            return refusal(self.tokenize_status, "scripted", "error")
         body = await request.json()
         said = "".join(f"<{m['role']}>{m['content']}" for m in body.get("messages", ()))
         text = body.get("prompt") or said + self.opening
         return web.json_response({"tokens": [ord(c) for c in text], "count": len(text)})
 
     async def _abort(self, request: web.Request) -> web.Response:
-        rid = (await request.json())["rid"]
+        self._abort_rid((await request.json())["rid"])
+        return web.Response()
+
+    def _abort_rid(self, rid: str) -> None:
         self.aborts.append(rid)
         if rid in self.running:
             self.running[rid].set()
         else:
             self.lost_aborts.append(rid)
         self._changed.set()
-        return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -223,7 +225,10 @@ class ScriptedSglang:
             self._changed.set()
             await self.until(lambda: not self.is_paused)
             said = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {self.vocab_size})."
-            return _error(400, said if self.tells_vocabulary else "no such thing", "error")
+            return refusal(400, said if self.tells_vocabulary else "no such thing", "error")
+        return await self._begin(request, body)
+
+    async def _begin(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.bodies.append(body)
         self.connections.add(id(request.transport))
         script = self.scripts.popleft() if self.scripts else Script()
@@ -232,11 +237,14 @@ class ScriptedSglang:
             _drop(request)
             return web.Response()
         if script.status != 200 and script.form != "stream":
-            return _error(script.status, script.message, script.form)
+            return refusal(script.status, script.message, script.form)
         return await self._stream(request, body, script)
 
+    def _reply_to(self, request: web.Request, body: dict[str, Any], script: Script) -> Reply:
+        return Reply(request, body, script, increments=self.streams_increments)
+
     async def _stream(self, request: web.Request, body: dict[str, Any], script: Script) -> web.StreamResponse:
-        reply = _Reply(request, body, script, increments=self.streams_increments)
+        reply = self._reply_to(request, body, script)
         await reply.begin()
         rid, ids, wanted = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
         if any(not 0 <= token_id < self.vocab_size for token_id in ids):
@@ -266,7 +274,7 @@ class ScriptedSglang:
         return await reply.end()
 
     async def _generation(
-        self, request: web.Request, reply: _Reply, body: dict[str, Any], script: Script, aborted: asyncio.Event
+        self, request: web.Request, reply: Reply, body: dict[str, Any], script: Script, aborted: asyncio.Event
     ) -> bool:
         """False when the stream was dropped or ended early."""
         if script.event is not None:
@@ -303,7 +311,7 @@ class ScriptedSglang:
         return True
 
 
-class _Reply:
+class Reply:
     """To one /generate: token i is FIRST_TOKEN + i, its log-prob -i / 128, its text `ti`.
 
     As SGLang streams: the first token at once, then whenever as many as the request's stream_interval are unsent.
@@ -311,45 +319,45 @@ class _Reply:
 
     def __init__(self, request: web.Request, body: dict[str, Any], script: Script, *, increments: bool) -> None:
         self._request = request
-        self._body = body
-        self._script = script
+        self.body = body
+        self.script = script
         self._increments = increments
         self._interval = body["sampling_params"].get("stream_interval", 1)
-        self._sent = 0
+        self.sent = 0
         self._newest = b""
         self.response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream" if body["stream"] else "application/json"}
         )
 
     async def begin(self) -> None:
-        if self._body["stream"]:
+        if self.body["stream"]:
             await self.response.prepare(self._request)
 
     async def tell(self, count: int, finish: dict[str, Any] | None) -> None:
         """That so many tokens are there."""
-        unsent = count - self._sent
-        if finish is not None or (self._body["stream"] and (unsent >= self._interval or not self._sent)):
-            await self.send(msgspec.json.encode(self._event(count, finish)))
-            self._sent = count
+        unsent = count - self.sent
+        if finish is not None or (self.body["stream"] and (unsent >= self._interval or not self.sent)):
+            await self.send(msgspec.json.encode(self.event(count, finish)))
+            self.sent = count
 
     async def send(self, event: bytes) -> None:
         self._newest = event
-        if self._body["stream"]:
+        if self.body["stream"]:
             await self.response.write(b"data: " + event + b"\n\n")
 
     async def refuse(self, message: str) -> None:
-        if not self._body["stream"]:
+        if not self.body["stream"]:
             self.response.set_status(400)
         await self.send(msgspec.json.encode({"error": {"message": message, "code": 400, "retryable": False}}))
 
     async def end(self) -> web.StreamResponse:
-        if not self._body["stream"]:
+        if not self.body["stream"]:
             finish = (msgspec.json.decode(self._newest).get("meta_info") or {}).get("finish_reason") or {}
             if finish.get("status_code"):
-                return _error(finish["status_code"], finish["message"], "error")
+                return refusal(finish["status_code"], finish["message"], "error")
             self.response.content_length = len(self._newest)
             await self.response.prepare(self._request)
-        await self.response.write(b"data: [DONE]\n\n" if self._body["stream"] else self._newest)
+        await self.response.write(b"data: [DONE]\n\n" if self.body["stream"] else self._newest)
         await self.response.write_eof()
         return self.response
 
@@ -358,9 +366,9 @@ class _Reply:
         await self.begin()
         await self.response.write_eof()
 
-    def _event(self, count: int, finish: dict[str, Any] | None) -> dict[str, Any]:
-        body, script = self._body, self._script
-        new = self._sent if self._increments and body["stream"] else 0
+    def event(self, count: int, finish: dict[str, Any] | None) -> dict[str, Any]:
+        body, script = self.body, self.script
+        new = self.sent if self._increments and body["stream"] else 0
         token_ids = ids(count)
         scored: list[list[Any]] = [[-i / 128, token_id, None] for i, token_id in enumerate(token_ids)]
         if script.misaligned_after is not None:
@@ -401,7 +409,7 @@ async def _first(gate: asyncio.Event, aborted: asyncio.Event) -> bool:
     return gate.is_set()
 
 
-def _error(status: int, message: str, form: str) -> web.Response:
+def refusal(status: int, message: str, form: str) -> web.Response:
     body = (
         {"object": "error", "message": message, "code": status} if form == "object" else {"error": {"message": message}}
     )

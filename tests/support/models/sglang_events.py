@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from py_scheduler.adapters.sglang.output import Output
+from py_scheduler.adapters.sglang.output import SglangOutput
 from py_scheduler.domain.generation import Generation
 
 CHARACTERS = "aé€🙂"
@@ -27,8 +27,8 @@ def event(start: int, end: int, *, version: str = "default", told: int | None = 
     return msgspec.json.encode(answer)
 
 
-def read(*events: bytes) -> Output:
-    output = Output()
+def read(*events: bytes) -> SglangOutput:
+    output = SglangOutput()
     for each in events:
         output.add(each)
     output.settle()

@@ -20,6 +20,7 @@ STALENESS = "[scheduler.staleness.default]\nmax_staleness = 1\nstep_size = 1\n"
 TABLES = {
     "embedded": 'kind = "embedded"\ngguf_path = "model.gguf"\n',
     "sglang": 'kind = "sglang"\nbase_url = "http://127.0.0.1:1"\n',
+    "vllm": 'kind = "vllm"\nbase_url = "http://127.0.0.1:1"\n',
 }
 TAUGHT = 'kind = "with_examples"\nbase = "base"\ninstruction = "Be right."\n[generation.base]\n'
 STUDENTS = [(text, kind in CONTROLLED_KINDS) for kind, table in TABLES.items() for text in (table, TAUGHT + table)]

@@ -23,7 +23,7 @@ from tests.support.servers.command import EVALUATOR, SERVER, config_file
         (SERVER + "[[evaluator]]\nhandler = 'a:B'\nlisten = 1", r"evaluator\[0\]"),
         (
             EVALUATOR + "[generation.student]\nkind = 'oracle'",
-            'generation.student.kind: .*must be "embedded", "sglang" or "with_examples"',
+            'generation.student.kind: .*must be "embedded", "sglang", "vllm" or "with_examples"',
         ),
         (EVALUATOR + "[generation.student]\nkind = 'sglang'", "generation.student.base_url: is missing"),
         (

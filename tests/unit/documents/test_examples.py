@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin
 import msgspec
 import pytest
 
+from py_scheduler.adapters.fleet.settings import FleetSettings
+from py_scheduler.adapters.http_server.settings import ServerSettings
 from py_scheduler.adapters.llama_cpp.backend import LlamaCppSettings
-from py_scheduler.adapters.sglang.settings import FleetSettings, SglangSettings
+from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.adapters.with_examples import WithExamplesSettings
 from py_scheduler.app import build_generation, build_pool, build_specs
 from py_scheduler.app.backends import KINDS
@@ -91,6 +93,12 @@ SHOWN = {
         frozenset({"base_url", "control_urls"}),
         has_no_default=frozenset({"vocab_size", "context_length"}),
     ),
+    "vllm": Shown(
+        "vllm",
+        ServerSettings,
+        frozenset({"base_url", "control_urls"}),
+        has_no_default=frozenset({"vocab_size", "context_length"}),
+    ),
     "with_examples": Shown(
         "examples", WithExamplesSettings, has_no_default=frozenset({"base", "examples", "instruction"})
     ),
@@ -108,6 +116,7 @@ def whole_example() -> str:
     text = text.replace(
         '[generation.teacher]\n#kind = "sglang"\n#base_urls', '[generation.fleet]\n#kind = "sglang"\n#base_urls'
     )
+    text = text.replace('[generation.teacher]\n#kind = "vllm"', '[generation.vllm]\n#kind = "vllm"')
     text = text.replace("[generation.teacher.fleet]", "[generation.fleet.fleet]")
     return re.sub(r"(?m)^#(?=[\[a-z])", "", text)
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from py_scheduler.adapters.http_server.encoded import EncodedPrompts
 from py_scheduler.adapters.sglang.backend import SglangBackend
-from py_scheduler.adapters.sglang.encoded import EncodedPrompts
 from py_scheduler.adapters.sglang.fleet import SglangFleet
 from py_scheduler.domain.generation import ChatMessage, Endpoints
 from py_scheduler.errors import EngineUnavailableError
 from tests.support.models.scripted_sglang import Script, ScriptedSglang
-from tests.support.models.sglang_backends import QUICK, request
+from tests.support.models.served_backends import QUICK, request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

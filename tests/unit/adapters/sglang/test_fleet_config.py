@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from py_scheduler.adapters.fleet.settings import FleetSettings
 from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.adapters.sglang.fleet import SglangFleet
-from py_scheduler.adapters.sglang.settings import FleetSettings
 from py_scheduler.app import build_generation
 from py_scheduler.config import Config
 from py_scheduler.domain.generation import Endpoints

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from py_scheduler.adapters.sglang.fleet_control import UNTOLD_SECONDS
+from py_scheduler.adapters.fleet.control import UNTOLD_SECONDS
 from py_scheduler.domain.generation import Endpoints, EndpointState, PauseMode
 from py_scheduler.errors import EngineRejectedError, GenerationError
 from tests.support.fake_clock import settle

@@ -10,7 +10,7 @@ import pytest
 from py_scheduler.domain.generation import FinishReason, PauseMode, WeightSpan, WeightUpdate
 from py_scheduler.errors import EngineUnavailableError, GenerationError
 from tests.support.models.scripted_sglang import Script
-from tests.support.models.sglang_backends import engine_on, request
+from tests.support.models.served_backends import engine_on, request
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -11,7 +11,7 @@ import pytest
 from py_scheduler.domain.generation import FinishReason, Generation
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError, GenerationError
 from tests.support.models.scripted_sglang import Script
-from tests.support.models.sglang_backends import engine_on, request
+from tests.support.models.served_backends import engine_on, request
 from tests.support.models.sglang_events import assert_first, event
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from py_scheduler.adapters.http_client import RetrySettings
 from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.adapters.sglang.fleet import SglangFleet
 from py_scheduler.adapters.sglang.settings import SglangSettings
-from py_scheduler.adapters.sglang.streaming import Silence, Streaming, stream_interval
+from py_scheduler.adapters.sglang.streaming import Streaming, silence_of, stream_interval
 from py_scheduler.domain.generation import FinishReason, Generation, WeightSpan
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError, EngineUnavailableError
 from tests.support.models.scripted_sglang import Script, ScriptedSglang, ids
-from tests.support.models.sglang_backends import QUICK, engine_on, request
+from tests.support.models.served_backends import QUICK, engine_on, request
 from tests.support.models.sglang_events import assert_first, event
 
 ONCE = RetrySettings(attempts=1, base_seconds=0.001, max_seconds=0.001)
@@ -122,11 +122,11 @@ def test_the_number_of_cumulative_events_does_not_grow_with_the_output() -> None
 def test_the_fewer_events_there_are_the_longer_may_a_server_be_silent() -> None:
     settings = SglangSettings()
     streamed = {"stream": True, "sampling_params": {"max_new_tokens": 32_768, "stream_interval": 4_096}}
-    assert Silence.of(streamed, settings) == (600.0, 120.0 + 409.6)
+    assert silence_of(streamed, settings) == (600.0, 120.0 + 409.6)
     last = {"stream": True, "sampling_params": {"max_new_tokens": 10, "stream_interval": 16}}
-    assert Silence.of(last, settings) == (600.0, 121.0)
+    assert silence_of(last, settings) == (600.0, 121.0)
     plain = {"stream": False, "sampling_params": {"max_new_tokens": 32_768}}
-    assert Silence.of(plain, settings).first_seconds == 600.0 + 3_276.8
+    assert silence_of(plain, settings).first_seconds == 600.0 + 3_276.8
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from py_scheduler.adapters.sglang.endpoint import Endpoint
-    from py_scheduler.adapters.sglang.settings import FleetSettings
+    from py_scheduler.adapters.fleet.endpoint import Endpoint
+    from py_scheduler.adapters.fleet.settings import FleetSettings
 
 STICKY_SLACK = 8
 """Requests more than the ratio allows: with few of them, a difference of some is no difference."""

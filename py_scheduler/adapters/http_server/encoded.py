@@ -35,7 +35,7 @@ _ENTRY_BYTES = 400
 
 
 def text_body(text: str) -> bytes:
-    """What /v1/tokenize is asked for a text."""
+    """What a tokenizer is asked for a text."""
     return msgspec.json.encode({"prompt": text, "add_special_tokens": False})
 
 

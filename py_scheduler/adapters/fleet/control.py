@@ -30,8 +30,8 @@ from py_scheduler.errors import EngineRejectedError, EngineUnavailableError, Gen
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from py_scheduler.adapters.sglang.backend import SglangBackend
-    from py_scheduler.adapters.sglang.endpoint import Endpoint
+    from py_scheduler.adapters.fleet.endpoint import Endpoint
+    from py_scheduler.adapters.http_server.backend import HttpBackend
     from py_scheduler.domain.generation import ModelInfo, PauseMode, WeightUpdate
     from py_scheduler.domain.ports import Clock
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetControl:
-    """The GenerationControl that is part of SglangFleet, which owns `_endpoints` and `_clock`."""
+    """The GenerationControl that is part of Fleet, which owns `_endpoints` and `_clock`."""
 
     _endpoints: Sequence[Endpoint]
     _clock: Clock
@@ -228,7 +228,7 @@ class FleetControl:
         return "has missed the end of a pause" if self._misses_resume(endpoint) else ""
 
     async def _tell(
-        self, endpoints: Sequence[Endpoint], order: Callable[[SglangBackend], Awaitable[None]]
+        self, endpoints: Sequence[Endpoint], order: Callable[[HttpBackend], Awaitable[None]]
     ) -> set[Endpoint]:
         """Those that obeyed. Raises EngineUnavailableError when none did, EngineRejectedError when one refused."""
         answers = await asyncio.gather(*(order(each.backend) for each in endpoints), return_exceptions=True)

@@ -26,8 +26,8 @@ from py_scheduler.errors import GenerationError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from py_scheduler.adapters.sglang.backend import SglangBackend
-    from py_scheduler.adapters.sglang.settings import FleetSettings
+    from py_scheduler.adapters.fleet.settings import FleetSettings
+    from py_scheduler.adapters.http_server.backend import HttpBackend
     from py_scheduler.domain.generation import ModelInfo
     from py_scheduler.domain.ports import Clock, TimerHandle
 
@@ -42,7 +42,7 @@ class Endpoint:
 
     def __init__(
         self,
-        backend: SglangBackend,
+        backend: HttpBackend,
         settings: FleetSettings,
         clock: Clock,
         *,

@@ -20,7 +20,7 @@ from py_scheduler.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from py_scheduler.adapters.sglang.endpoint import Endpoint
+    from py_scheduler.adapters.fleet.endpoint import Endpoint
 
 _Key = tuple[str, tuple[str, ...]]
 

@@ -1,4 +1,4 @@
-"""How generations of the SGLang adapter end before their time, against a real HTTP server that misbehaves as told."""
+"""How generations at an HTTP server end before their time, against a real one that misbehaves as told."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import asyncio
 import pytest
 
 from py_scheduler.adapters.http_client import RetrySettings
-from py_scheduler.adapters.sglang.backend import SglangBackend
 from py_scheduler.domain.generation import (
     FinishReason,
 )
 from py_scheduler.errors import EngineUnavailableError
-from tests.support.models.scripted_sglang import Script, ScriptedSglang, ids
-from tests.support.models.sglang_backends import QUICK, engine_on, request
+from tests.support.models.scripted_sglang import Script, ids
+from tests.support.models.served_backends import backend_of, request, served_on, server_of
 
-pytestmark = pytest.mark.usefixtures("either_way")
+pytestmark = pytest.mark.usefixtures("any_server")
 
 
 async def test_an_abort_keeps_what_was_generated() -> None:
-    async with engine_on(abort_grace_seconds=20.0) as (engine, server):
+    async with served_on(abort_grace_seconds=20.0) as (engine, server):
         server.scripts.append(Script(stall_after=5))
         task = asyncio.create_task(engine.generate(request(max_new_tokens=500)))
         await server.until(lambda: bool(server.running))
@@ -33,7 +32,7 @@ async def test_an_abort_keeps_what_was_generated() -> None:
 
 
 async def test_an_abort_of_what_still_queues_gives_no_tokens() -> None:
-    async with engine_on(abort_grace_seconds=20.0) as (engine, server):
+    async with served_on(abort_grace_seconds=20.0) as (engine, server):
         server.scripts.append(Script(gate=asyncio.Event()))
         task = asyncio.create_task(engine.generate(request()))
         await server.until(lambda: bool(server.running))
@@ -43,7 +42,7 @@ async def test_an_abort_of_what_still_queues_gives_no_tokens() -> None:
 
 
 async def test_an_abort_that_overtakes_its_request_is_not_lost() -> None:
-    async with engine_on(abort_grace_seconds=20.0) as (engine, server):
+    async with served_on(abort_grace_seconds=20.0) as (engine, server):
         server.scripts.append(Script(stall_after=1))
         task = asyncio.create_task(engine.generate(request()))
         await asyncio.sleep(0)
@@ -52,7 +51,7 @@ async def test_an_abort_that_overtakes_its_request_is_not_lost() -> None:
 
 
 async def test_an_abort_between_two_attempts_ends_the_retries() -> None:
-    async with engine_on(retry=RetrySettings(attempts=9, base_seconds=600, max_seconds=600)) as (engine, server):
+    async with served_on(retry=RetrySettings(attempts=9, base_seconds=600, max_seconds=600)) as (engine, server):
         server.scripts.append(Script(status=503))
         task = asyncio.create_task(engine.generate(request()))
         await server.until(lambda: bool(server.bodies))
@@ -63,7 +62,7 @@ async def test_an_abort_between_two_attempts_ends_the_retries() -> None:
 
 
 async def test_an_abort_that_the_server_ignores_closes_the_connection() -> None:
-    async with engine_on() as (engine, server):
+    async with served_on() as (engine, server):
         server.scripts.append(Script(stall_after=2, deaf=True))
         task = asyncio.create_task(engine.generate(request()))
         await server.until(lambda: bool(server.running))
@@ -74,7 +73,7 @@ async def test_an_abort_that_the_server_ignores_closes_the_connection() -> None:
 
 
 async def test_an_abort_of_something_unknown_or_over_does_nothing() -> None:
-    async with engine_on() as (engine, server):
+    async with served_on() as (engine, server):
         await engine.generate(request())
         await engine.abort("r")
         await engine.abort("never heard of")
@@ -82,7 +81,7 @@ async def test_an_abort_of_something_unknown_or_over_does_nothing() -> None:
 
 
 async def test_an_abort_by_somebody_else_is_not_complete_either() -> None:
-    async with engine_on() as (engine, server):
+    async with served_on() as (engine, server):
         server.scripts.append(Script(stall_after=2))
         task = asyncio.create_task(engine.generate(request()))
         await server.until(lambda: bool(server.running))
@@ -92,7 +91,7 @@ async def test_an_abort_by_somebody_else_is_not_complete_either() -> None:
 
 
 async def test_cancelling_stops_the_work_at_the_server() -> None:
-    async with engine_on() as (engine, server):
+    async with served_on() as (engine, server):
         server.scripts.append(Script(stall_after=2, deaf=True))
         task = asyncio.create_task(engine.generate(request()))
         await server.until(lambda: bool(server.running))
@@ -103,8 +102,8 @@ async def test_cancelling_stops_the_work_at_the_server() -> None:
 
 
 async def test_closing_aborts_what_is_in_flight_and_leaves_no_task_behind() -> None:
-    async with ScriptedSglang() as server:
-        engine = SglangBackend(server.base_url, settings=QUICK)
+    async with server_of() as server:
+        engine = backend_of(server)
         await engine.start()
         server.scripts.extend([Script(stall_after=2, deaf=True)] * 5)
         tasks = [asyncio.create_task(engine.generate(request(f"r{n}"))) for n in range(5)]

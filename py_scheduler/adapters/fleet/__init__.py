@@ -1,0 +1,1 @@
+"""Several inference servers of one model behind one backend, whichever servers these are."""

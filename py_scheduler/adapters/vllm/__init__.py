@@ -1,0 +1,1 @@
+"""Generation by vLLM servers: one server, or a fleet of them behind one backend."""
