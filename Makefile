@@ -30,6 +30,8 @@ RAY_VENV := .venv-ray
 RAY_READY := $(RAY_VENV)/.stamp-$(shell cksum < requirements/ray.txt | cut -d ' ' -f 1)
 SGLANG_VENV := .venv-sglang
 SGLANG_READY := $(SGLANG_VENV)/.stamp-$(shell cksum < requirements/sglang.txt | cut -d ' ' -f 1)
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.stamp-$(shell cksum < requirements/vllm.txt | cut -d ' ' -f 1)
 TRINITY_VENV := .venv-trinity
 TRINITY_READY := $(TRINITY_VENV)/.stamp-$(shell cksum < requirements/trinity.txt | cut -d ' ' -f 1)
 # Models that SGLang serves, named by what makes them.
@@ -41,13 +43,14 @@ RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
 .PHONY: help demo test check bench bench-placement bench-generation profile-placement modules-on-the-way msrv build proto proto-baseline \
-	format requirements clean chaos soak deny package demo-sglang test-sglang test-ray test-trinity test-rust test-python \
+	format requirements clean chaos soak deny package demo-sglang test-sglang test-vllm test-ray test-trinity test-rust test-python \
 	check-rust check-style check-types check-layers check-proto
 
 help:
 	@echo "make demo            run a rollout against a real language model, server and client in two processes"
 	@echo "make test            Rust and Python tests; TEST_SEED=... repeats an order, TEST_WORKERS=0 runs them in one process"
 	@echo "make test-sglang     tests against real SGLang servers on the CPU, and make demo-sglang: the demo on one"
+	@echo "make test-vllm       tests against a real vLLM server on the CPU"
 	@echo "make test-trinity    tests of the drop-in for Trinity-RFT, against the real package"
 	@echo "make test-ray        tests on a real Ray cluster of several nodes, all on this machine"
 	@echo "make chaos           CHAOS_KILLS (1000) random kills of a server under its clients; CHAOS_SEED=... repeats one"
@@ -96,6 +99,12 @@ $(SGLANG_READY): | $(VENV_READY)
 	rm -rf $(SGLANG_VENV)
 	$(PYTHON) -m venv --without-pip $(SGLANG_VENV)
 	$(BIN)/uv pip install --quiet --no-deps --python $(SGLANG_VENV)/bin/python -r requirements/sglang.txt
+	@touch $@
+
+$(VLLM_READY): | $(VENV_READY)
+	rm -rf $(VLLM_VENV)
+	$(PYTHON) -m venv --without-pip $(VLLM_VENV)
+	$(BIN)/uv pip install --quiet --no-deps --python $(VLLM_VENV)/bin/python -r requirements/vllm.txt
 	@touch $@
 
 # Compiled modules are kept whatever the caller prefers: SGLang and torch have thousands, and several processes start.
@@ -204,6 +213,11 @@ test-sglang: $(BUILT) $(DEV_READY) $(TINY_MODEL)/.stamp $(SMOLLM2)/.stamp
 	TEST_TORCH_PACKAGES=$$(echo $(CURDIR)/$(SGLANG_VENV)/lib/python3*/site-packages) \
 		$(BIN)/python -m pytest tests/unit/rollout/files/test_rollout_store.py
 
+# No part of CI: it would take five of its minutes.
+test-vllm: $(BUILT) $(DEV_READY) $(VLLM_READY) $(TINY_MODEL)/.stamp
+	TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python TEST_TINY_MODEL=$(CURDIR)/$(TINY_MODEL) \
+		$(BIN)/python -m pytest tests/vllm --timeout 900 $(TEST_ARGS)
+
 # The extension is abi3, so the one that was built for .venv serves here. Compiled modules are kept whatever the caller
 # prefers: a Ray node gives up when its agents take 15 seconds to start. What Ray itself does in a loop or warns of is no
 # part of what these tests watch for.
@@ -295,9 +309,10 @@ requirements: $(VENV_READY)
 	$(COMPILE) --extra demo --group build --constraint requirements/dev.txt --output-file requirements/demo.txt
 	$(COMPILE) --extra ray --extra parquet --group ray --output-file requirements/ray.txt
 	$(subst pyproject.toml,--group sglang,$(COMPILE)) --output-file requirements/sglang.txt
+	$(subst pyproject.toml,--group vllm,$(COMPILE)) --output-file requirements/vllm.txt
 	$(COMPILE) --extra trinity --group trinity --constraint requirements/sglang.txt --output-file requirements/trinity.txt
 
 clean:
-	rm -rf $(VENV) $(RAY_VENV) $(SGLANG_VENV) $(TRINITY_VENV) target dist build dagger_output demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(RAY_VENV) $(SGLANG_VENV) $(VLLM_VENV) $(TRINITY_VENV) target dist build dagger_output demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache .benchmarks py_scheduler/_placement_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -48,6 +48,9 @@ class ServerFailedError(Exception):
 class CpuServer:
     """One server with all its processes; they end with the block, or with this process, however it ends."""
 
+    maker = "SGLang"
+    start_seconds = START_SECONDS
+
     def __init__(
         self,
         python: str,
@@ -95,7 +98,7 @@ class CpuServer:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 cwd=self.log.parent,
-                env=environment(),
+                env=self._environment(),
                 start_new_session=True,
                 preexec_fn=end_with_parent,  # noqa: PLW1509 - one thread runs here when a server is started
             )
@@ -103,12 +106,14 @@ class CpuServer:
     def wait_until_ready(self) -> None:
         """Raises ServerFailedError."""
         assert self._process is not None
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while not self._is_healthy():
             if self._process.poll() is not None:
-                raise ServerFailedError(f"SGLang ended with code {self._process.returncode}:\n{self._log_tail()}")
+                raise ServerFailedError(f"{self.maker} ended with code {self._process.returncode}:\n{self._log_tail()}")
             if time.monotonic() > deadline:
-                raise ServerFailedError(f"SGLang is not ready after {START_SECONDS:g} s:\n{self._log_tail()}")
+                raise ServerFailedError(
+                    f"{self.maker} is not ready after {self.start_seconds:g} s:\n{self._log_tail()}"
+                )
             time.sleep(PROBE_SECONDS)
 
     def stop(self) -> None:
@@ -120,6 +125,9 @@ class CpuServer:
                 pass
             self._process.wait()
             self._process = None
+
+    def _environment(self) -> dict[str, str]:
+        return environment()
 
     def _is_healthy(self) -> bool:
         try:
