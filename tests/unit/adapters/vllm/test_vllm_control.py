@@ -81,6 +81,18 @@ async def test_a_server_whose_load_failed_says_that_nobody_knows_its_weights(pau
         assert await engine.weight_version() == "v1"
 
 
+async def test_a_server_that_did_not_hear_that_it_may_go_on_after_an_update_hears_it_when_it_is_met_again() -> None:
+    async with vllm_on() as (engine, server):
+        server.nonsense["/resume"] = 500, b"{}"
+        with pytest.raises(EngineUnavailableError, match="/resume answered 500"):
+            await engine.update_weights(V1)
+        assert server.is_paused
+        del server.nonsense["/resume"]
+        await engine.refresh_model_info()
+        assert not server.is_paused
+        assert (await engine.generate(request())).weight_spans == (WeightSpan("v1", 0, 8),)
+
+
 async def test_while_it_loads_it_tells_the_weights_that_it_had() -> None:
     """Whoever asks meanwhile must not take the name in between for other weights."""
     async with vllm_on() as (engine, server):
