@@ -42,7 +42,7 @@ RUST_INPUTS := $(wildcard Cargo.toml Cargo.lock .cargo/config.toml) \
 	$(shell find placement_core -name target -prune -o \( -name '*.rs' -o -name '*.toml' \) -print 2>/dev/null)
 PYTHON_CODE := py_scheduler tests benches examples proto/generate.py .ci/smoke.py
 
-.PHONY: help demo test check bench bench-placement bench-generation profile-placement modules-on-the-way msrv build proto proto-baseline \
+.PHONY: help demo test check bench bench-placement bench-generation bench-sglang profile-placement modules-on-the-way msrv build proto proto-baseline \
 	format requirements clean chaos soak deny package demo-sglang test-sglang test-vllm test-ray test-trinity test-rust test-python \
 	check-rust check-style check-types check-layers check-proto
 
@@ -57,7 +57,8 @@ help:
 	@echo "make soak            SOAK_SECONDS (1200) of steady load: memory and descriptors stay flat, nothing is left over"
 	@echo "make check           formatting, lints, types, layers, protocol: what CI runs before the tests"
 	@echo "make bench           placement beside what people use (BENCH_RAY=0: without Ray), and no-op throughput"
-	@echo "make bench-generation  what a token and a served sample cost on their way from SGLang, beside a bare HTTP client"
+	@echo "make bench-generation  what a token and a served sample cost, a thousand streams, and what a server holds of them"
+	@echo "make bench-sglang    what a stream costs the HTTP process of a real SGLang server on the CPU, beside plain answers"
 	@echo "make modules-on-the-way  the modules through which one no-op task goes, client and server together"
 	@echo "make profile-placement  instructions and cache misses of placing a token, counted by valgrind"
 	@echo "make build           build the extension and install the package into .venv, editable"
@@ -151,6 +152,7 @@ demo-sglang: $(BUILT) $(SMOLLM2)/.stamp
 bench: bench-placement
 	$(BIN)/python -m benches.noop_throughput --journal both $(BENCH_ARGS)
 	$(BIN)/python -m benches.restore
+	$(BIN)/python -m benches.queue_memory
 	$(BIN)/python -m benches.trinity_overhead
 	$(BIN)/python -m benches.delivery_latency
 
@@ -176,6 +178,11 @@ endif
 bench-generation: $(BUILT) $(DEV_READY)
 	$(BIN)/python -m benches.generation $(BENCH_ARGS)
 	$(BIN)/python -m benches.served_generation $(BENCH_ARGS)
+	$(BIN)/python -m benches.generation_streams
+	$(BIN)/python -m benches.generation_memory
+
+bench-sglang: $(BUILT) $(DEV_READY) $(TINY_MODEL)/.stamp
+	$(BIN)/python -m benches.sglang_http_process --python $(CURDIR)/$(SGLANG_VENV)/bin/python --model $(TINY_MODEL) $(BENCH_ARGS)
 
 modules-on-the-way: $(BUILT)
 	$(BIN)/python -m benches.modules_on_the_way

@@ -33,6 +33,14 @@ class ServerProcess:
         user, system = stat.rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / _TICKS_PER_SECOND
 
+    def resident_bytes(self, which: str = "VmRSS") -> int:
+        """Now; "VmHWM": the most since the last `forget_peak`."""
+        lines = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{which}:"))
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5", encoding="ascii")
+
 
 @asynccontextmanager
 async def server_process(arguments: Sequence[str]) -> AsyncIterator[ServerProcess]:
