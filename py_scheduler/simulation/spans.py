@@ -1,4 +1,4 @@
-"""When and where each sample of a simulation ran, in columns: some 50 bytes a sample, whatever happened to it."""
+"""When and where each sample of a simulation ran, in columns: some 80 bytes a sample, whatever happened to it."""
 
 from __future__ import annotations
 
