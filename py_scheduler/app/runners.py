@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from py_scheduler.adapters.children.process_host import ProcessHost, import_path
@@ -67,6 +68,7 @@ class NodesOfRay:
         self._nodes = {node.node_ip: node for node in nodes}
         self._runners = runners
         self._engine = engine
+        self._telling: asyncio.Handle | None = None
 
     def changed(self, node: str, is_there: bool) -> None:
         if node not in self._nodes:
@@ -85,4 +87,9 @@ class NodesOfRay:
             self._pool.resume_node(node)
         except NotFoundError:
             pass  # It was gone before.
+        if self._telling is None:  # Once, however many come and go together.
+            self._telling = asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
         self._engine.nodes_have_changed()

@@ -2,12 +2,15 @@
 
 Invariants
   1. The timer is set for the earliest deadline or sooner.
-  2. A deadline that no longer matters stays in the heap until it comes up, or until such entries outnumber the others.
+  2. Ten thousand items may be due at the same moment: `at_once` of them are told of in one turn of the loop, and the
+     others in the next ones.
+  3. A deadline that no longer matters stays in the heap until it comes up, or until such entries outnumber the others.
      `on_expiry` decides whether a deadline still means anything.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -28,14 +31,16 @@ class Timed(Protocol):
 TimedT = TypeVar("TimedT", bound=Timed)
 
 _KEEP_AT_LEAST = 64
+_AT_ONCE = 500
 
 
 class Deadlines(Generic[TimedT]):
     """Calls `on_expiry(item)` once the clock has reached an item's deadline, unless the item is over."""
 
-    def __init__(self, clock: Clock, on_expiry: Callable[[TimedT, float], None]) -> None:
+    def __init__(self, clock: Clock, on_expiry: Callable[[TimedT, float], None], at_once: int = _AT_ONCE) -> None:
         self._clock = clock
         self._on_expiry = on_expiry
+        self._at_once = at_once
         self._heap: list[tuple[float, int, TimedT]] = []
         self._ties = itertools.count()
         self._compact_at = _KEEP_AT_LEAST
@@ -49,6 +54,11 @@ class Deadlines(Generic[TimedT]):
         heapq.heappush(self._heap, (when, next(self._ties), item))
         if when < self._timer_at:
             self._set_timer(when)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more is due than was told of within this turn of the loop."""
+        return self._timer_at == float("-inf")
 
     def clear(self) -> None:
         self._heap.clear()
@@ -70,7 +80,12 @@ class Deadlines(Generic[TimedT]):
     def _expire(self) -> None:
         self._timer, self._timer_at = None, float("inf")
         now = self._clock.monotonic()
+        left = self._at_once
         while self._heap and (self._heap[0][0] <= now or self._heap[0][2].is_over):
+            if not left:
+                self._timer, self._timer_at = asyncio.get_running_loop().call_soon(self._expire), float("-inf")
+                return
+            left -= 1
             when, _, item = heapq.heappop(self._heap)
             if not item.is_over:
                 self._on_expiry(item, when)

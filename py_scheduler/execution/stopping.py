@@ -101,6 +101,9 @@ class Stoppable:
         self.kill: Callable[[], None] | None = None
 
 
+_AT_ONCE = 64
+"""So much work is told to stop, or given up, within one turn of the loop: each handler takes some of the next one."""
+
 WorkT = TypeVar("WorkT", bound=Stoppable)
 
 
@@ -122,7 +125,7 @@ class StopLadder(Generic[WorkT]):
         self._grace_seconds = grace_seconds
         self._on_limit = on_limit
         self._on_given_up = on_given_up
-        self._deadlines: Deadlines[WorkT] = Deadlines(clock, self._on_deadline)
+        self._deadlines: Deadlines[WorkT] = Deadlines(clock, self._on_deadline, _AT_ONCE)
 
     def limit(self, when: float, work: WorkT) -> None:
         """Has `on_limit` called at that time (monotonic seconds), unless the work is over or stopping by then."""

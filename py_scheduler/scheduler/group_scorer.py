@@ -112,15 +112,16 @@ class GroupScorer:
             logger.warning("task %s: its handler scores groups no more, its samples keep their own", record.task_id)
             self.end(score, (), "")
 
-    def stop(self, task_id: str, cause: StopCause, reason: str) -> None:
-        """The ledger has ended the task: nobody wants its score any more."""
+    def stop(self, task_id: str, cause: StopCause, reason: str) -> bool:
+        """The ledger has ended the task: nobody wants its score any more. Whether there was one to come."""
         score = self._scores.get(task_id)
         if score is None:
-            return
+            return False
         if score.worker is None:
             self._is_over(score)
         else:
             self._ladder.stop(score, cause, reason)
+        return True
 
     def open_groups(self) -> list[GroupScore]:
         """Those that wait, are under way, or are stopped and have not come back."""

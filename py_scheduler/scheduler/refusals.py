@@ -55,7 +55,7 @@ class Refusals:
         """Evaluators that no node can hold, as the log says already."""
         self._work: deque[Generator[None, None, None]] = deque()
         """Each looks at what may have to be refused. What has not is passed over."""
-        self._refused: list[str] = []
+        self._refused: dict[str, None] = {}
         """Tasks of which attempts were ended, to be left out of the queue."""
         self._at_work: asyncio.Task[None] | None = None
 
@@ -96,7 +96,7 @@ class Refusals:
         try:
             while self._work or self._refused:
                 if not self._work:
-                    self._admission.leave_out(self._refused.pop())
+                    self._admission.leave_out(self._refused.popitem()[0])
                     yield
                     continue
                 work = self._work[0]
@@ -129,7 +129,7 @@ class Refusals:
             for subtask_no, subtask in enumerate(record.subtasks):
                 if subtask.state is _QUEUED and (reason := self._intake.why_never(spec)):
                     self._refuse(spec, record, subtask_no, reason)
-                    self._refused.append(record.task_id)
+                    self._refused[record.task_id] = None
                 yield
 
     def _refuse(self, spec: EvaluatorSpec, record: TaskRecord, subtask_no: int, reason: str) -> None:

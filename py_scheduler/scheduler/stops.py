@@ -25,11 +25,11 @@ from py_scheduler.errors import AlreadyExistsError, NotFoundError
 from py_scheduler.execution.deadlines import Deadlines
 from py_scheduler.scheduler.intake import abort_digest
 from py_scheduler.scheduler.ledger.commands import EndStopped, StopTasks
-from py_scheduler.scheduler.slices import Backlog
+from py_scheduler.scheduler.slices import Backlog, at_once
 from py_scheduler.scheduler.supervisor import EVERYTHING, TaskScope
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
     from py_scheduler.domain.ports import Clock
     from py_scheduler.scheduler.ledger.records import SubmissionRecord, TaskRecord
@@ -43,7 +43,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
-"""So many tasks are stopped and ended within one turn of the loop."""
+"""So many tasks are stopped and ended within one turn of the loop, if they have no more SubTasks than that."""
+_SUBTASKS_AT_ONCE = 500
+"""Of one task, so many are ended before the loop may be given back."""
+_TOLD_AT_ONCE = 64
+"""So many handlers are told to stop within one turn of the loop: each of them takes some of the next one."""
 _NAMED_AT_ONCE = 2_000
 """Tasks that one event names."""
 
@@ -97,6 +101,8 @@ class Stops:
         self._due: list[TaskDeadline] = []
         """What has come, to be stopped in the next turn."""
         self._backlog = Backlog(clock)
+        self._told = 0
+        """How many handlers were told to stop."""
         self._under_way: dict[tuple[str, str], _Abort] = {}
         """Aborts that take several slices, by namespace and request id."""
 
@@ -137,10 +143,13 @@ class Stops:
         self._due.append(deadline)
 
     def _stop_due(self) -> None:
+        if self._task_deadlines.is_behind:  # What is due together is stopped together.
+            asyncio.get_running_loop().call_soon(self._stop_due)
+            return
         due, self._due = self._due, []
         _ = self._backlog.add(self._stopping_due(due))
 
-    def _stopping_due(self, due: list[TaskDeadline]) -> Generator[None, None, None]:
+    def _stopping_due(self, due: list[TaskDeadline]) -> Generator[bool | None, None, None]:
         """Stops what is due together, as one: none of it begins because another made room."""
         stopped: list[tuple[SubmissionRecord, StopTasks, list[str]]] = []
         for deadline in due:
@@ -154,8 +163,7 @@ class Stops:
         self._admission.attempts_were_ended()
         for submission, command, asked in stopped:
             for task_id in asked:
-                self._end_stopped(submission, command, task_id)
-                yield
+                yield from self._end_stopped(submission, command, task_id)
 
     async def abort(self, request: AbortRequest) -> AbortReply:
         """See `Engine.abort`."""
@@ -240,26 +248,39 @@ class Stops:
         )
         return self._backlog.add(self._stopping(submission, command))
 
-    def _stopping(self, submission: SubmissionRecord, command: StopTasks) -> Generator[None, None, int]:
+    def _stopping(self, submission: SubmissionRecord, command: StopTasks) -> Generator[bool | None, None, int]:
         named = command.task_ids or tuple(submission.open_tasks)
-        if len(named) <= _AT_ONCE:
+        if is_small := len(named) <= _AT_ONCE and self._subtasks_of(named) <= _AT_ONCE:
             asked = [*self._record_stop(submission, command)]
         else:
             asked = yield from self._stop_many(submission, command, named)
         if asked:  # They start no more, and in the queue nobody waits for them from now on.
             self._admission.attempts_were_ended()
         for task_id in asked:
-            self._end_stopped(submission, command, task_id)
-            if len(named) > _AT_ONCE:
-                yield
+            if is_small:
+                at_once(self._end_stopped(submission, command, task_id))
+            else:
+                yield from self._end_stopped(submission, command, task_id)
         return len(asked)
 
-    def _end_stopped(self, submission: SubmissionRecord, command: StopTasks, task_id: str) -> None:
+    def _subtasks_of(self, task_ids: Iterable[str]) -> int:
+        return sum([len(task.subtasks) for task_id in task_ids if (task := self._ledger.task(task_id)) is not None])
+
+    def _end_stopped(
+        self, submission: SubmissionRecord, command: StopTasks, task_id: str
+    ) -> Generator[bool | None, None, None]:
         """Ends what waits of a task that was called stopped, and tells what runs of it."""
-        self._recorder.record(EndStopped(task_id, command.unix_seconds), submission.key.namespace)
+        namespace = submission.key.namespace
+        ending = EndStopped(task_id, command.unix_seconds, _SUBTASKS_AT_ONCE)
+        while len(self._recorder.record(ending, namespace)) >= _SUBTASKS_AT_ONCE:
+            yield None
         self._admission.leave_out(task_id)
         restarts = command.restarts_runners
-        self._supervisor.stop(task_id, command.cause, command.reason, restarts_runners=restarts)
+        for _ in self._supervisor.stop(task_id, command.cause, command.reason, restarts_runners=restarts):
+            self._told += 1
+            if self._told % _TOLD_AT_ONCE == 0:
+                yield True
+        yield None
 
     def _stop_many(
         self, submission: SubmissionRecord, command: StopTasks, named: tuple[str, ...]

@@ -107,6 +107,7 @@ class Supervisor:
         self._room_is_stranded = room_is_stranded
         self._running: dict[AttemptRef, SupervisedAttempt] = {}
         self._stranded: dict[AttemptRef, SupervisedAttempt] = {}
+        self._telling: asyncio.Handle | None = None
         self._ladder: StopLadder[SupervisedAttempt] = StopLadder(
             services.clock, settings.stop_grace_seconds, self._on_limit, self._give_up
         )
@@ -177,13 +178,15 @@ class Supervisor:
 
     # Stops
 
-    def stop(self, task_id: str, cause: StopCause, reason: str, *, restarts_runners: bool = False) -> None:
-        """Stops the attempts of a task that run, or the score of its group."""
+    def stop(self, task_id: str, cause: StopCause, reason: str, *, restarts_runners: bool = False) -> Iterator[None]:
+        """Stops the attempts of a task that run, or the score of its group; yields after each that it told."""
         for ref in self._recorder.ledger.running_attempts(task_id):
             running = self._running.get(ref)
             if running is not None:
                 self._ladder.stop(running, cause, reason, restarts_runner=restarts_runners)
-        self.groups.stop(task_id, cause, reason)
+                yield
+        if self.groups.stop(task_id, cause, reason):
+            yield
 
     def unconfirmed(self, scope: TaskScope) -> tuple[str, ...]:
         """Tasks whose work has not been seen to stop: still running, or stranded."""
@@ -207,6 +210,8 @@ class Supervisor:
         """Ends the workers; how many did not end within the grace."""
         self._ladder.clear()
         self.backoffs.clear()
+        if self._telling is not None:
+            self._telling.cancel()
         return sum(await asyncio.gather(self._workers.close(self._stop_grace_seconds), self.groups.close()))
 
     def _on_limit(self, running: SupervisedAttempt, when: float) -> None:
@@ -220,7 +225,13 @@ class Supervisor:
             seconds = spec.run_timeout_seconds if phase == "run" else spec.eval_timeout_seconds
             self._ladder.stop(running, StopCause.PHASE_TIMEOUT, f"{phase}_timeout_seconds ({seconds:g}) passed")
 
+    def _stranded_room_changed(self) -> None:
+        """Told of once in a turn of the loop: ten thousand handlers may ignore their stop at the same moment."""
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_soon(self._tell_of_stranded_room)
+
     def _tell_of_stranded_room(self) -> None:
+        self._telling = None
         self._room_is_stranded([(running.evaluator.spec, running) for running in self._stranded.values()])
 
     def _give_up(self, running: SupervisedAttempt) -> None:
@@ -237,7 +248,7 @@ class Supervisor:
         match running.state:
             case StopState.STRANDED:
                 self._stranded.pop(running.ref, None)
-                self._tell_of_stranded_room()
+                self._stranded_room_changed()
             case StopState.RUNNING | StopState.STOPPING | StopState.KILLED:
                 pass  # Its room is given back with its permit.
             case unknown:
@@ -251,7 +262,7 @@ class Supervisor:
         assert cause is not None, "only a stop strands an attempt"
         del self._running[running.ref]
         self._stranded[running.ref] = running
-        self._tell_of_stranded_room()
+        self._stranded_room_changed()
         message = f"{running.stop_reason}; the handler did not stop within {self._stop_grace_seconds:g} s"
         sample = unfinished_sample(running, cause.outcome, message)
         self._report(running, AttemptReport(cause.attempt_state, (sample,), message))

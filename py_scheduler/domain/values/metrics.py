@@ -34,10 +34,13 @@ _REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
 def task_metrics(runs: Iterable[Mapping[str, float]], *, is_eval: bool) -> dict[str, float]:
     """`runs` in the order in which they ended; what is not a number is left out."""
     values_of: dict[tuple[str, str], list[float]] = {}
+    of_key: dict[str, list[float]] = {}
     for run in runs:
         for key, value in run.items():
             if isinstance(value, int | float):
-                values_of.setdefault(_name_and_rule(key), []).append(float(value))
+                if (values := of_key.get(key)) is None:
+                    values = of_key[key] = values_of.setdefault(_name_and_rule(key), [])
+                values.append(float(value))
     metrics: dict[str, float] = {}
     for (name, rule), values in values_of.items():
         if rule != "mean":

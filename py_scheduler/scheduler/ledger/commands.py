@@ -143,10 +143,14 @@ class StopTasks(msgspec.Struct, frozen=True, gc=False):
 
 
 class EndStopped(msgspec.Struct, frozen=True, gc=False):
-    """Ends what waits of a task that was stopped. What runs of it ends by the report of its stop."""
+    """Ends what waits of a task that was stopped. What runs of it ends by the report of its stop.
+
+    at_most: so many of its SubTasks; None: all that wait.
+    """
 
     task_id: str
     unix_seconds: float
+    at_most: int | None = None
 
 
 class CollectResults(msgspec.Struct, frozen=True, gc=False):

@@ -226,7 +226,7 @@ class Decisions:
         task = self._state.task(command.task_id)
         if task is None or task.stop_cause is None:
             return []
-        return list(end_waiting(task, task.stop_cause, task.reason, command.unix_seconds))
+        return list(end_waiting(task, task.stop_cause, task.reason, command.unix_seconds, command.at_most))
 
 
 def _check_client_keys(submission: SubmissionRecord | None, command: AcceptTasks) -> None:

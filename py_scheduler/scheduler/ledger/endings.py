@@ -6,6 +6,7 @@ events that they make.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
@@ -141,10 +142,13 @@ def end_for_good(task: TaskRecord, subtask: SubTaskRecord, command: EndAttempt) 
     return events
 
 
-def end_waiting(task: TaskRecord, cause: StopCause, reason: str, unix_seconds: float) -> Iterator[Event]:
-    """Ends what has not started of a stopped task; what runs is ended by the report of its stop."""
+def end_waiting(
+    task: TaskRecord, cause: StopCause, reason: str, unix_seconds: float, at_most: int | None = None
+) -> Iterator[Event]:
+    """Ends what has not started of a stopped task, or so many of that; what runs is ended by the report of its stop."""
     state = cause.attempt_state
-    waiting = [(no, sub) for no, sub in enumerate(task.subtasks) if sub.state in WAITING]
+    every = ((no, sub) for no, sub in enumerate(task.subtasks) if sub.state in WAITING)
+    waiting = list(itertools.islice(every, at_most))
     last_samples: list[SampleDone] = []
     for subtask_no, subtask in waiting:
         ref = AttemptRef(task.task_id, subtask_no, subtask.attempt_no)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     Launch = Callable[[EvaluatorSpec, list[PlannedAttempt], Sequence[PlacementToken | None], float], None]
 
 _TURN_SECONDS = 0.002
+_LEASED_AT_ONCE = 4_096
 _LOOKS = 64
 """Heads that may be looked at before a turn is seen to be over: some microseconds each."""
 
@@ -73,6 +74,8 @@ class Admission:
         self._queue = ReadyQueue(
             Rivalry(self.room), settings.max_bypass, FlowPolicy(eval_weight), settings.max_wait_seconds
         )
+        self._leased: list[AttemptRef] = []
+        """What was let in and is still to be called leased: a batch may have 65 536 attempts."""
         self._wake = asyncio.Event()
         self._gate = gate
         if gate is not None:
@@ -198,9 +201,10 @@ class Admission:
     def _admit_for_one_turn(self) -> bool:
         """Admits what fits, for a few milliseconds at most; True when there may be more.
 
-        Nothing that was admitted starts before this turn is over, so its leases are recorded together at the end.
+        Nothing that was admitted starts before this turn is over, so its leases are recorded together at the end; of a
+        very large batch the rest in the next turns.
         """
-        leased: list[AttemptRef] = []
+        leased = self._leased
         may_be_more = False
         monotonic = self._clock.monotonic
         now = monotonic()
@@ -224,8 +228,9 @@ class Admission:
                 may_be_more = True
                 break
         if leased:
-            self._recorder.record(LeaseAttempts(tuple(leased)), "")
-        return may_be_more
+            self._recorder.record(LeaseAttempts(tuple(leased[:_LEASED_AT_ONCE])), "")
+            del leased[:_LEASED_AT_ONCE]
+        return may_be_more or bool(leased)
 
     def _look_at(self, entry: ReadyEntry, now: float) -> None:
         """Leaves out what has been ended of an entry, and an entry of which nothing is left."""

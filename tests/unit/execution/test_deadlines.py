@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 from py_scheduler.execution.deadlines import Deadlines
 from tests.support.fake_clock import FakeClock
 
@@ -62,3 +64,22 @@ async def test_an_expiry_may_set_new_deadlines() -> None:
     await clock.advance(10)
     assert expired == [1, 2, 3]
     assert clock.live_timers == 0
+
+
+async def test_of_many_that_are_due_together_some_are_told_of_in_each_turn_and_none_after_a_clear() -> None:
+    clock, expired = FakeClock(), []
+    deadlines: Deadlines[Item] = Deadlines(clock, lambda item, _when: expired.append(item.name), at_once=10)
+    for number in range(35):
+        deadlines.add(1_001.0, Item(str(number)))
+    clock.now += 1.0
+    deadlines._expire()
+    assert len(expired) == 10
+    assert deadlines.is_behind
+    deadlines.add(1_000.5, Item("late"))
+    await asyncio.sleep(0)
+    assert len(expired) == 20
+    assert expired[10] == "late"
+    deadlines.clear()
+    await asyncio.sleep(0)
+    assert len(expired) == 20
+    assert not deadlines.is_behind
