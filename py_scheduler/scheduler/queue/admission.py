@@ -210,8 +210,7 @@ class Admission:
         now = monotonic()
         turn_ends = now + _TURN_SECONDS
         if self._gate is not None and not self.is_stopped:
-            for held in self._gate.let_go():
-                self._queue.push(held.spec, held.attempts, now)
+            may_be_more = self._take_from(self._gate, now, turn_ends)
         queue, room = self._queue, self.room
         while not self.is_stopped and (room.permits_out < room.max_permits or queue.pending_leases):
             entry = queue.offer(now, _LOOKS)
@@ -231,6 +230,15 @@ class Admission:
             self._recorder.record(LeaseAttempts(tuple(leased[:_LEASED_AT_ONCE])), "")
             del leased[:_LEASED_AT_ONCE]
         return may_be_more or bool(leased)
+
+    def _take_from(self, gate: StalenessGate, now: float, turn_ends: float) -> bool:
+        """Queues what the gate lets go; True when the turn is over and there may be more."""
+        for held in gate.let_go():
+            if held is not None:
+                self._queue.push(held.spec, held.attempts, now)
+            if self._clock.monotonic() >= turn_ends:
+                return True
+        return False
 
     def _look_at(self, entry: ReadyEntry, now: float) -> None:
         """Leaves out what has been ended of an entry, and an entry of which nothing is left."""

@@ -158,14 +158,17 @@ class StalenessGate:
             training.push(spec, new, queued_at, next(self._arrivals))
         return begun
 
-    def let_go(self) -> Iterator[HeldBatch]:
-        """What the rule admits now, in the order of service, as what counts as running from now on."""
+    def let_go(self) -> Iterator[HeldBatch | None]:
+        """What the rule admits now, in the order of service, as what counts as running from now on. None for a batch
+        that has ended meanwhile: there may be many of those, and whoever asks may go on later.
+        """
         windows = self._ledger.service.windows
         for namespace, training in self._trainings.items():
             while training.held and windows[namespace].admits(training.running):
-                for live in self._live(training.pop()):
+                live = next(self._live(training.pop()), None)
+                if live is not None:
                     training.let_through(live.attempts)
-                    yield live
+                yield live
 
     def _live(self, batch: HeldBatch) -> Iterator[HeldBatch]:
         """What is still to be run of it, if anything is."""

@@ -16,6 +16,7 @@ from py_scheduler.domain.resources import NodeResource, Resource
 from py_scheduler.domain.results import TaskState
 from py_scheduler.placement import PlacementPool
 from py_scheduler.scheduler.ledger.commands import LeaseAttempts
+from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 from py_scheduler.scheduler.queue import admission
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.fake_clock import FakeClock, settle
@@ -168,6 +169,27 @@ async def test_a_batch_of_very_many_samples_is_called_leased_in_several_turns(mo
         assert (view.queued_attempts, view.leased_attempts, view.running_attempts) == (0, 9, 1)
         assert turns == [3, 3, 3, 1]
         agent.gate.set()
+
+
+async def test_the_gate_passes_very_much_that_was_aborted_while_the_loop_goes_on() -> None:
+    agent = GatedAgent()
+    settings = EngineSettings(staleness={"default": StalenessSettings(max_staleness=0, step_size=1)})
+    async with running_engine(spec := spec_of(agent), settings=settings) as harness:
+        first = await harness.submit([task_of()], 1)
+        await harness.until_started(first, 1)
+        reply = await harness.submit([task_of()], 2)
+        gate = harness.engine._gate
+        assert gate is not None
+        ((_, held),) = gate.held("default")
+        await harness.engine.abort(abort_of(harness, reply))
+        for _ in range(100_000):  # A submit of so many takes long.
+            gate.hold(spec, held.attempts, 0.0)
+        with LoopLag() as lag:
+            request = AbortRequest(selector=harness.selector(first), request_id="first", wait=True)
+            await harness.engine.abort(request)
+            while gate.held("default"):  # noqa: ASYNC110 -- gives the loop back
+                await asyncio.sleep(0)
+        assert lag.worst_seconds < LIMIT_SECONDS
 
 
 async def test_a_task_of_which_many_samples_were_refused_is_left_out_of_the_queue_once() -> None:

@@ -77,7 +77,7 @@ class Gated:
 
     def let_go(self) -> None:
         for batch in self.gate.let_go():
-            for attempt in batch.attempts:
+            for attempt in batch.attempts if batch is not None else ():
                 assert attempt.ref.task_id not in self.through
                 self.through[attempt.ref.task_id] = attempt.ref.attempt_no
 
