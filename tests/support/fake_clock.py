@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,6 +59,17 @@ class FakeClock:
                 await settle()
         self.now = target
         await settle()
+
+
+class GoingClock(FakeClock):
+    """It goes on while a test moves it: a turn of the loop is over by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now + time.monotonic() - self._began
 
 
 _MAX_TURNS = 100_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -21,7 +20,7 @@ from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 from py_scheduler.scheduler.ledger.state import LedgerState
 from py_scheduler.scheduler.queue import explanations
 from py_scheduler.scheduler.settings import EngineSettings
-from tests.support.fake_clock import FakeClock, settle
+from tests.support.fake_clock import FakeClock, GoingClock, settle
 from tests.support.handlers import GatedAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
 from tests.support.journal.journal_store import SurvivingJournal
@@ -340,17 +339,6 @@ async def test_what_an_abort_stopped_ends_also_when_the_process_ends_in_between(
 
 
 # Batches of which some tasks end
-
-
-class GoingClock(FakeClock):
-    """It goes on while a test moves it: a turn of the loop is over by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._began = time.monotonic()
-
-    def monotonic(self) -> float:
-        return self.now + time.monotonic() - self._began
 
 
 def in_fours(agent: BaseAgent) -> EvaluatorSpec:

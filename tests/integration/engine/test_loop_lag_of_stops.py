@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -19,7 +18,7 @@ from py_scheduler.scheduler.ledger.commands import LeaseAttempts
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 from py_scheduler.scheduler.queue import admission
 from py_scheduler.scheduler.settings import EngineSettings
-from tests.support.fake_clock import FakeClock, settle
+from tests.support.fake_clock import GoingClock, settle
 from tests.support.handlers import GatedAgent, StubbornAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
 from tests.support.journal.journal_store import SurvivingJournal
@@ -34,17 +33,6 @@ if TYPE_CHECKING:
 MOST_SAMPLES = 65_536
 MANY_AT_ONCE = Resource(concurrency=8_000)
 ROOMY = EngineSettings(max_running_samples=8_000, stop_grace_seconds=5.0)
-
-
-class GoingClock(FakeClock):
-    """It goes on while a test moves it: a turn of the loop is over by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._began = time.monotonic()
-
-    def monotonic(self) -> float:
-        return self.now + time.monotonic() - self._began
 
 
 def of_single_samples(samples: int, prompt: str = "", **config: Any) -> Task:
