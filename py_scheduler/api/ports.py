@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Generator
 
     from py_scheduler.domain.collecting import CollectReply, CollectRequest
     from py_scheduler.domain.explanations import TaskExplanation
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from py_scheduler.domain.resources import Resource
     from py_scheduler.domain.runners.runner import RunnerView
+    from py_scheduler.domain.task import SubmissionKey
     from py_scheduler.domain.training.samples import TrainingSample
     from py_scheduler.domain.training.steps import StepReport, StepRequest
 
@@ -118,6 +119,10 @@ class EnginePort(Protocol):
     def results(self) -> ResultsPort: ...
 
     async def submit(self, request: SubmitRequest) -> SubmitReply: ...
+
+    async def submit_as_read(
+        self, key: SubmissionKey, reading: Generator[None, None, SubmitRequest]
+    ) -> SubmitReply: ...
 
     async def abort(self, request: AbortRequest) -> AbortReply: ...
 

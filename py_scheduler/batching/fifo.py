@@ -17,7 +17,17 @@ def fifo_batching(tasks: Sequence[Task], specs: Mapping[str, EvaluatorSpec]) -> 
     Evals and training share room by weight, so no batch holds both.
     """
     batches: list[Batch] = []
-    filling: dict[tuple[str, bool], Batch] = {}
+    fill_fifo(tasks, specs, batches, {})
+    return batches
+
+
+def fill_fifo(
+    tasks: Sequence[Task],
+    specs: Mapping[str, EvaluatorSpec],
+    batches: list[Batch],
+    filling: dict[tuple[str, bool], Batch],
+) -> None:
+    """`fifo_batching` of some tasks, behind those that are in `batches` already; `filling` has those with room left."""
     for task in tasks:
         task_type = task.config.task_type
         kind = (task_type, task.config.is_eval)
@@ -29,4 +39,3 @@ def fifo_batching(tasks: Sequence[Task], specs: Mapping[str, EvaluatorSpec]) -> 
         spec = specs.get(task_type)
         if spec is not None and spec.batch_size is not None and len(batch.tasks) >= spec.batch_size:
             del filling[kind]
-    return batches

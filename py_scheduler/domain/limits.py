@@ -5,7 +5,6 @@ Each check yields FieldViolation with the field's path below the value that was 
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -34,7 +33,7 @@ ADDRESS_EXAMPLE = 'such as "http://127.0.0.1:30000"'
 MAX_REPEAT_TIMES = 65_536
 MAX_GROUPS_PER_STEP = 100_000
 MAX_SAMPLES_PER_CALL = 500_000
-"""Planned samples of all tasks of one SubmitTasks call: taking them in holds the loop for a moment."""
+"""Planned samples of all tasks of one SubmitTasks call: their records are all in memory at once."""
 MAX_SAMPLES_PER_STEP = MAX_SAMPLES_PER_CALL
 """Of a rollout or an eval: their tasks and results are in memory at once."""
 MAX_TASKS_PER_ABORT = 100_000
@@ -52,6 +51,8 @@ MAX_WAITING_SHOWN = 100
 MAX_UNFINISHED_SHOWN = 1_000
 """Tasks that one collect was not answered with, and that it names."""
 MAX_COLLECT_SECONDS = 366 * 86_400.0
+_CHECKED_AT_ONCE = 256
+"""Tasks of a submit, between two of its slices."""
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
@@ -267,12 +268,26 @@ def check_task_config(config: TaskConfig) -> Iterator[FieldViolation]:
 
 def check_submit(request: SubmitRequest) -> None:
     """Raises InvalidArgumentError that names every fault of the values, at most MAX_VIOLATIONS of them."""
-    violations = list(itertools.islice(_submit_violations(request), MAX_VIOLATIONS))
+    for _ in checking_submit(request):
+        pass
+
+
+def checking_submit(request: SubmitRequest) -> Iterator[None]:
+    """`check_submit` in slices."""
+    violations: list[FieldViolation] = []
+    for violation in _submit_violations(request):
+        if violation is None:
+            yield
+            continue
+        violations.append(violation)
+        if len(violations) == MAX_VIOLATIONS:
+            break
     if violations:
         raise InvalidArgumentError(violations)
 
 
-def _submit_violations(request: SubmitRequest) -> Iterator[FieldViolation]:
+def _submit_violations(request: SubmitRequest) -> Iterator[FieldViolation | None]:
+    """None: it may be interrupted here."""
     for field, value in (("request_id", request.request_id), ("namespace", request.key.namespace)):
         if fault := name_fault(value):
             yield FieldViolation(field, fault)
@@ -294,6 +309,8 @@ def _submit_violations(request: SubmitRequest) -> Iterator[FieldViolation]:
             yield FieldViolation(f"{path}.client_key", fault)
         if task.metadata:
             yield from _below(path, check_dataset_config(task.metadata, task.config.dataset))
+        if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
+            yield None
 
 
 def check_sample_count(tasks: Sequence[Task]) -> Iterator[FieldViolation]:

@@ -29,7 +29,7 @@ from py_scheduler.scheduler.ledger.kept_results import leaves_result, why_incomp
 from py_scheduler.scheduler.slices import Backlog, in_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Generator, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 
     from py_scheduler.domain.collecting import TaskResult
     from py_scheduler.domain.ports import Clock
@@ -62,7 +62,9 @@ class StopAndWait(Protocol):
 
 
 class Collector:
-    """One scheduler's kept results. `stop_and_wait` stops what a call does not wait for any longer."""
+    """One scheduler's kept results. `stop_and_wait` stops what a call does not wait for any longer. `wait_decided`
+    returns when the submits that had arrived for a submission are in it.
+    """
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Collector:
         clock: Clock,
         settings: EngineSettings,
         stop_and_wait: StopAndWait,
+        wait_decided: Callable[[SubmissionSelector | CollectRequest], Awaitable[None]],
     ) -> None:
         self._recorder = recorder
         self._ledger = recorder.ledger
@@ -78,6 +81,7 @@ class Collector:
         self._clock = clock
         self._wait_after_min_seconds = settings.wait_after_min_seconds
         self._stop_and_wait = stop_and_wait
+        self._wait_decided = wait_decided
         self._leftovers: dict[tuple[str, str], _Leftover] = {}
         """By namespace and request id, of calls that stop tasks, until they are answered."""
         self._released = Backlog(clock)
@@ -95,6 +99,7 @@ class Collector:
         """
         if violations := tuple(check_collect(request)):
             raise InvalidArgumentError(violations)
+        await self._wait_decided(request)
         submission = self._ledger.find(request)
         if (known := self._known(request, submission)) is not None:
             return await self._answer(known, request)
@@ -148,6 +153,7 @@ class Collector:
 
         Raises NotFoundError, AlreadyExistsError when the request_id is another call's.
         """
+        await self._wait_decided(selector)
         digest = discard_digest(selector) if request_id else b""
         is_new = self._ledger.requests.repeated(selector.namespace, request_id, digest) is None
         if not is_new or self._forget(selector, request_id, digest):

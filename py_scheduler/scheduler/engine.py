@@ -35,6 +35,7 @@ from py_scheduler.domain.requests import (
     SubmitReply,
     SubmitRequest,
 )
+from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import FailedPreconditionError, ResourceExhaustedError
 from py_scheduler.execution.episode import EpisodeServices
 from py_scheduler.execution.generation.gateway import GenerationGateway
@@ -64,12 +65,14 @@ from py_scheduler.scheduler.restore import (
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.slices import Backlog
 from py_scheduler.scheduler.stops import Stops
+from py_scheduler.scheduler.submits import LargeSubmits, as_it_is
 from py_scheduler.scheduler.supervisor import Supervisor
 from py_scheduler.scheduler.views import Views, engine_view, evaluator_view
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 
+    from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
@@ -87,8 +90,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LAST_COMMIT_SECONDS = 2.0
-_ENQUEUED_AT_ONCE = 1_000
-"""A submit of so many tasks lets all of them wait for room before it returns, however busy the machine is."""
+_AT_ONCE = 1_000
+"""A submit of so many tasks is taken in within one turn of the loop, and all of them wait for room when it returns."""
+_SAMPLES_AT_ONCE = 10_000
+"""Likewise, of all its tasks."""
 
 
 class Engine:
@@ -145,9 +150,13 @@ class Engine:
         self._stops = Stops(self._recorder, self._event_log, self._supervisor, self._admission, clock)
         self._refusals = Refusals(self._intake, self._recorder, self._admission, self._supervisor.groups, clock)
         self._enqueueing = Backlog(clock)
+        self._large_submits = LargeSubmits(
+            self._intake, self._whole_ledger, clock, self._command_of, self._record_prepared
+        )
         self._views = Views(self._ledger, self._admission.reasons, self._supervisor.backoffs, self._runners)
         self.leases = LeaseManager(pool, self._admission, clock, settings, self.quotas)
-        self.results = Collector(self._recorder, self._event_log, clock, settings, self._stops.stop_and_wait)
+        stop, decided = self._stops.stop_and_wait, self._wait_decided
+        self.results = Collector(self._recorder, self._event_log, clock, settings, stop, decided)
         """Results out: collect, acknowledge, discard."""
         self._exit = AsyncExitStack()
         self._journal_is_taken = False
@@ -203,6 +212,7 @@ class Engine:
         self._admission.stop()
         self.leases.close()
         self._stops.close()
+        self._large_submits.close()
         self._enqueueing.close()
         self._refusals.close()
         self.results.close()
@@ -230,9 +240,24 @@ class Engine:
     async def submit(self, request: SubmitRequest, batches: Sequence[Batch] | None = None) -> SubmitReply:
         """Takes tasks in, all or none; returns once they will survive a crash as far as the journal does.
 
-        See `accept`. Raises what that raises.
+        See `accept`, whose turn of the loop is here several where there are many tasks. Raises what that raises.
         """
+        if self._large_submits.lines or _is_large(request):
+            return await self.submit_as_read(request.key, as_it_is(request), batches)
         reply = self.accept(request, batches)
+        await self._event_log.wait_committed(reply.before_sequence + 1)
+        return reply
+
+    async def submit_as_read(
+        self,
+        key: SubmissionKey,
+        reading: Generator[None, None, SubmitRequest],
+        batches: Sequence[Batch] | None = None,
+    ) -> SubmitReply:
+        """`submit` of a request that is still to be read, in slices. key: its own, by which it has arrived now. Raises
+        what `reading` raises.
+        """
+        reply = await self._large_submits.submit(key, reading, batches)
         await self._event_log.wait_committed(reply.before_sequence + 1)
         return reply
 
@@ -244,59 +269,78 @@ class Engine:
         Raises InvalidArgumentError, UnplaceableError, AlreadyExistsError, ResourceExhaustedError,
         FailedPreconditionError.
         """
-        digest, namespace = request_digest(request), request.key.namespace
+        digest, requests = request_digest(request), self._ledger.requests
         # Before anything else: a call that was answered once is answered so again, whatever has room here by now.
-        if self._ledger.requests.repeated(namespace, request.request_id, digest) is None:
-            self._take_in(request, digest, batches)
-        answered = self._ledger.requests.find(namespace, request.request_id)
-        assert answered is not None
-        return SubmitReply(
-            submission_id=answered.submission_id,
-            task_ids=answered.task_ids,
-            warnings=answered.warnings,
-            before_sequence=answered.before_sequence,
-        )
+        answered = requests.repeated(request.key.namespace, request.request_id, digest)
+        if answered is None:
+            plan = self._intake.plan(request, batches)
+            self._record_accepted(self._command_of(request, digest, plan), plan)
+            answered = requests.find(request.key.namespace, request.request_id)
+            assert answered is not None
+        return answered.reply(answered.task_ids)
 
-    def _take_in(self, request: SubmitRequest, digest: bytes, batches: Sequence[Batch] | None) -> None:
-        plan = self._intake.plan(request, batches)
-        self._event_log.check_writable()
-        if self._admission.is_stopped:
-            raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
-        key, keeps_results = request.key, request.delivery is Delivery.COLLECT
-        self._limits.check(request.tasks, key.namespace, keeps_results=keeps_results)
-        accept = AcceptTasks(
+    def _command_of(self, request: SubmitRequest, digest: bytes, plan: Plan) -> AcceptTasks:
+        command = AcceptTasks(
             request.request_id,
             digest,
-            key,
+            request.key,
             request.tasks,
             f"s{os.urandom(8).hex()}",
             self._clock.unix_time(),
             request.iteration,
             plan.group_scored,
-            keeps_results,
+            request.delivery is Delivery.COLLECT,
             Moment(self._clock.boot_id, self._clock.monotonic()),
             plan.warnings,
         )
-        for event in self._recorder.record(accept, key.namespace):
-            if type(event) is TasksAccepted:
-                records = [self._ledger.open_task(accepted.task_id) for accepted in event.tasks]
-                for record in records:
-                    if record.task.config.task_deadline_seconds is not None:
-                        self._stops.arm_deadline(record)
-                if len(records) <= _ENQUEUED_AT_ONCE:
-                    for _ in self._enqueue(plan, records):
-                        pass
-                else:
-                    _ = self._enqueueing.add(self._enqueue(plan, records))
+        self._check_room(command)
+        return command
+
+    def _check_room(self, command: AcceptTasks) -> None:
+        """Raises what is refused for now, or for ever because the engine stops."""
+        self._event_log.check_writable()
+        if self._admission.is_stopped:
+            raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
+        prepared = command.prepared
+        samples = sum([task.config.repeat_times for task in command.tasks]) if prepared is None else prepared.samples
+        self._limits.check(len(command.tasks), samples, command.key.namespace, keeps_results=command.is_collected)
+
+    def _record_prepared(self, command: AcceptTasks, plan: Plan) -> None:
+        """Looks again, since others were decided meanwhile."""
+        self._check_room(command)
+        self._record_accepted(command, plan)
+
+    def _record_accepted(self, command: AcceptTasks, plan: Plan) -> None:
+        made = command.prepared
+        for event in self._recorder.record(command, command.key.namespace, made.size if made is not None else 0):
+            if type(event) is not TasksAccepted:
+                continue
+            if made is not None and made.accepted is event.tasks:
+                self._enqueueing.add_later(self._enqueue(plan, list(made.records.values())))
+                continue
+            records = [self._ledger.open_task(accepted.task_id) for accepted in event.tasks]
+            if len(records) <= _AT_ONCE:
+                for _ in self._enqueue(plan, records):
+                    pass
+            else:
+                _ = self._enqueueing.add(self._enqueue(plan, records))
 
     def _enqueue(self, plan: Plan, records: Sequence[TaskRecord]) -> Generator[None, None, None]:
         """Lets the tasks of a submit wait for room; in slices, since there may be many. What ends before it came to
         wait never does.
         """
+        for begin in range(0, len(records), _AT_ONCE):
+            for record in records[begin : begin + _AT_ONCE]:
+                if record.task.config.task_deadline_seconds is not None:
+                    self._stops.arm_deadline(record)
+            if begin + _AT_ONCE < len(records):
+                yield
         is_waiting = self._ledger.is_waiting
-        for spec, attempts in waiting_attempts(plan, records, self._clock.monotonic()):
-            if live := [attempt for attempt in attempts if is_waiting(attempt.ref)]:
-                self._admission.enqueue(spec, live)
+        for waiting in waiting_attempts(plan, records, self._clock.monotonic()):
+            if waiting is not None:
+                spec, attempts = waiting
+                if live := [attempt for attempt in attempts if is_waiting(attempt.ref)]:
+                    self._admission.enqueue(spec, live)
             yield
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
@@ -340,7 +384,19 @@ class Engine:
         Raises NotFoundError, also for a task that it never had; AlreadyExistsError when the request_id is another
         call's.
         """
+        await self._wait_decided(request.selector)
         return await self._stops.abort(request)
+
+    async def _wait_decided(self, selector: SubmissionSelector | CollectRequest) -> None:
+        """Returns when what has arrived before for this submission is in it: whoever gives up a submit and then aborts
+        it means all of its tasks.
+        """
+        if self._large_submits.lines:
+            submission = self._ledger.find(selector) if selector.submission_id else None
+            if submission is not None:
+                await self._large_submits.wait_decided(submission.key)
+            elif selector.batch_id is not None:
+                await self._large_submits.wait_decided(SubmissionKey(selector.batch_id, selector.namespace))
 
     @property
     def history(self) -> TrainingHistory:
@@ -467,3 +523,8 @@ class Engine:
             ),
             nodes=tuple(map(node_view, self._pool.nodes())) if self._pool is not None else (),
         )
+
+
+def _is_large(request: SubmitRequest) -> bool:
+    tasks = request.tasks
+    return len(tasks) > _AT_ONCE or sum([task.config.repeat_times for task in tasks]) > _SAMPLES_AT_ONCE

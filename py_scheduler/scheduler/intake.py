@@ -7,24 +7,26 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from py_scheduler.batching import BatchingStrategy, fifo_batching
+from py_scheduler.batching import BatchingStrategy, fifo_batching, fill_fifo
 from py_scheduler.domain.events import AttemptRef
-from py_scheduler.domain.limits import check_submit
+from py_scheduler.domain.limits import check_submit, checking_submit
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import InvalidArgumentError, ResourceExhaustedError, SchedulerError
 from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.placement import check_deadlock, short_words, tokens_in_budget
+from py_scheduler.scheduler.slices import at_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.requests import AbortRequest, SubmissionSelector, SubmitRequest
+    from py_scheduler.domain.requests import AbortRequest, Delivery, SubmissionSelector, SubmitRequest
     from py_scheduler.domain.task import Batch, BatchId, Task
+    from py_scheduler.domain.training.iteration import IterationContext
     from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.ledger.records import TaskRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_SECONDS = 1.0
+_PORTION = 256
+_PORTION_BYTES = 64 << 10
+_UNWRITABLE = (TypeError, ValueError, RecursionError, OverflowError)
+_Item = TypeVar("_Item")
 _encode_sorted = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
@@ -88,23 +94,51 @@ class Intake:
         if not request.is_checked:
             check_submit(request)
         plan = self.batch(request.tasks, batches)
-        self._guard(plan.batches)
+        if self._may_be_too_big():
+            at_once(self._guarding(plan.batches))
+        return plan
+
+    def planning(self, request: SubmitRequest, batches: Sequence[Batch] | None = None) -> Generator[None, None, Plan]:
+        """`plan` in slices; but a strategy of somebody's own is asked once about all of the tasks."""
+        if not request.is_checked:
+            yield from checking_submit(request)
+        if batches is None and self._batching_strategy is fifo_batching:
+            filled: list[Batch] = []
+            filling: dict[tuple[str, bool], Batch] = {}
+            for tasks in _portions(request.tasks):
+                fill_fifo(tasks, self._specs, filled, filling)
+                yield
+            batches = filled
+        else:
+            batches = yield from self._checked(request.tasks, batches)
+        resolved: list[tuple[EvaluatorSpec, Batch]] = []
+        warnings: dict[str, None] = {}
+        for some in _portions(batches):
+            resolved += [(self._resolve(batch.task_type, warnings), batch) for batch in some]
+            yield
+        plan = self._plan_of(resolved, warnings)
+        if self._may_be_too_big():
+            yield from self._guarding(plan.batches)
         return plan
 
     def guard(self, batches: Iterable[Batch]) -> None:
         """Raises UnplaceableError when a batch could never be admitted."""
-        self._guard([(self._specs.get(batch.task_type, self._fallback), batch) for batch in batches])
+        if self._may_be_too_big():
+            at_once(self._guarding([(self._specs.get(batch.task_type, self._fallback), batch) for batch in batches]))
 
-    def _guard(self, batches: Sequence[tuple[EvaluatorSpec, Batch]]) -> None:
+    def _may_be_too_big(self) -> bool:
         """With a budget for 8 samples at once and room for 8, no batch is too big: of 100 samples, 8 run at a time.
         With room for 6, a batch of 7 would wait for ever.
         """
         if self._pool is not None:
             self._follow(self._pool)
-        if self._most_subtasks:
-            for spec, subtasks in _biggest_batches(batches):
-                if subtasks > self._most_subtasks.get(spec.evaluator_id, subtasks):
-                    _check_fits(self._pool, spec, subtasks)
+        return bool(self._most_subtasks)
+
+    def _guarding(self, batches: Sequence[tuple[EvaluatorSpec, Batch]]) -> Generator[None, None, None]:
+        biggest = yield from _biggest_batches(batches)
+        for spec, subtasks in biggest.values():
+            if subtasks > self._most_subtasks.get(spec.evaluator_id, subtasks):
+                _check_fits(self._pool, spec, subtasks)
 
     def nodes_have_changed(self) -> None:
         """A node that drained may have been removed, which leaves the layout as it is."""
@@ -125,13 +159,24 @@ class Intake:
 
     def batch(self, tasks: Sequence[Task], batches: Sequence[Batch] | None = None) -> Plan:
         """Groups tasks by the strategy, unless they are grouped already, and finds each batch its spec."""
-        is_trusted = batches is None and self._batching_strategy is fifo_batching
-        if batches is None:
-            batches = self._batching_strategy(tasks, self._specs)
-        if not is_trusted:
-            _check_batches(batches, tasks)
+        if batches is None and self._batching_strategy is fifo_batching:
+            batches = fifo_batching(tasks, self._specs)
+        else:
+            batches = at_once(self._checked(tasks, batches))
         warnings: dict[str, None] = {}
         resolved = [(self._resolve(batch.task_type, warnings), batch) for batch in batches]
+        return self._plan_of(resolved, warnings)
+
+    def _checked(
+        self, tasks: Sequence[Task], batches: Sequence[Batch] | None
+    ) -> Generator[None, None, Sequence[Batch]]:
+        """Those of a caller, or else of the strategy."""
+        if batches is None:
+            batches = self._batching_strategy(tasks, self._specs)
+        yield from _check_batches(batches, tasks)
+        return batches
+
+    def _plan_of(self, resolved: list[tuple[EvaluatorSpec, Batch]], warnings: Iterable[str]) -> Plan:
         if not self._group_scoring:
             return Plan(resolved, tuple(warnings))
         scored = {batch.task_type for spec, batch in resolved if spec.evaluator_id in self._group_scoring}
@@ -185,14 +230,13 @@ class IntakeLimits:
         self._event_log = event_log
         self._settings = settings
 
-    def check(self, tasks: Sequence[Task], namespace: str, *, keeps_results: bool) -> None:
-        """Raises ResourceExhaustedError while these tasks would be too many. keeps_results: theirs are collected."""
+    def check(self, tasks: int, samples: int, namespace: str, *, keeps_results: bool) -> None:
+        """Raises ResourceExhaustedError while so many more would be too many. keeps_results: theirs are collected."""
         ledger, settings = self._ledger, self._settings
         if self._quotas.there_are_any:
-            self._check_quota(namespace, len(tasks))
-        samples = sum([task.config.repeat_times for task in tasks])
+            self._check_quota(namespace, tasks)
         for what, are_open, more, limit in (
-            ("tasks", ledger.open_tasks, len(tasks), settings.max_queued_tasks),
+            ("tasks", ledger.open_tasks, tasks, settings.max_queued_tasks),
             ("samples", ledger.open_samples, samples, settings.max_queued_samples),
         ):
             if are_open + more > limit:
@@ -243,14 +287,21 @@ def _check_fits(pool: PlacementPool | None, spec: EvaluatorSpec, samples: int) -
 
 def waiting_attempts(
     plan: Plan, records: Sequence[TaskRecord], queued_at: float
-) -> Iterator[tuple[EvaluatorSpec, list[PlannedAttempt]]]:
-    """The attempts of these tasks that are to be started, batch by batch; batches without any are left out."""
+) -> Iterator[tuple[EvaluatorSpec, list[PlannedAttempt]] | None]:
+    """The attempts of these tasks that are to be started, batch by batch; batches without any are left out. None: it
+    may be interrupted here too.
+    """
     # One Task object may stand for several tasks: the last of a list is the first of them.
     by_task: defaultdict[int, list[TaskRecord]] = defaultdict(list)
-    for record in reversed(records):
-        by_task[id(record.task)].append(record)
+    backwards = records[::-1]
+    for begin in range(0, len(records), _PORTION):
+        for record in backwards[begin : begin + _PORTION]:
+            by_task[id(record.task)].append(record)
+        if begin + _PORTION < len(records):
+            yield None
     for spec, batch in plan.batches:
         attempts: list[PlannedAttempt] = []
+        made = 0
         for task in batch.tasks:
             record = by_task[id(task)].pop()
             submission = record.submission
@@ -270,6 +321,9 @@ def waiting_attempts(
                         record.iteration,
                     )
                 )
+            if len(attempts) - made >= _PORTION:
+                made = len(attempts)
+                yield None
         if spec.admits_subtasks_alone:
             yield from ((spec, [attempt]) for attempt in attempts)
         elif attempts:
@@ -282,14 +336,52 @@ def request_digest(request: SubmitRequest) -> bytes:
     The order of the keys of a JSON object says nothing: {"a": 1, "b": 2} and {"b": 2, "a": 1} are the same metadata.
     """
     try:
-        said = (request.key.namespace, request.key.batch_id, request.tasks, request.iteration, request.delivery)
-        content = _encode_sorted(said)
-    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        content = _encode_sorted((*_said_before(request), request.tasks, *_said_after(request)))
+    except _UNWRITABLE as error:
         # A batch_id of np.int64(1) cannot be written down either: where the limits know the fault, they name its field.
         check_submit(request)
-        reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
-        raise InvalidArgumentError(reason, "tasks[].metadata") from error
+        raise _unwritable(error) from error
     return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def digesting(request: SubmitRequest) -> Generator[None, None, bytes]:
+    """`request_digest` in slices: of the same bytes, as they come one after another."""
+    before, after, tasks = _said_before(request), _said_after(request), request.tasks
+    hashed = hashlib.blake2b(_list_head(len(before) + 1 + len(after)), digest_size=16)
+    try:
+        hashed.update(b"".join(map(_encode_sorted, before)))
+        hashed.update(_list_head(len(tasks)))
+        size = 0
+        for encoded in map(_encode_sorted, tasks):
+            hashed.update(encoded)
+            size += len(encoded)
+            if size > _PORTION_BYTES:
+                size = 0
+                yield
+        hashed.update(b"".join(map(_encode_sorted, after)))
+    except _UNWRITABLE as error:
+        yield from checking_submit(request)
+        raise _unwritable(error) from error
+    return hashed.digest()
+
+
+def _said_before(request: SubmitRequest) -> tuple[str, BatchId]:
+    return request.key.namespace, request.key.batch_id
+
+
+def _said_after(request: SubmitRequest) -> tuple[IterationContext | None, Delivery]:
+    return request.iteration, request.delivery
+
+
+def _list_head(count: int) -> bytes:
+    """What stands before the items of a list: a None is one byte."""
+    encoded = _encode_sorted((None,) * count)
+    return encoded[: len(encoded) - count]
+
+
+def _unwritable(error: Exception) -> InvalidArgumentError:
+    reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
+    return InvalidArgumentError(reason, "tasks[].metadata")
 
 
 def abort_digest(request: AbortRequest) -> bytes:
@@ -308,29 +400,50 @@ def _named(selector: SubmissionSelector) -> tuple[str, BatchId | None]:
     return selector.submission_id, selector.batch_id
 
 
-def _check_batches(batches: Sequence[Batch], tasks: Sequence[Task]) -> None:
+def _check_batches(batches: Sequence[Batch], tasks: Sequence[Task]) -> Generator[None, None, None]:
     """A strategy is somebody's own code: it must place each task once, and only under its own type."""
     wanted: defaultdict[int, int] = defaultdict(int)
-    for task in tasks:
-        wanted[id(task)] += 1
+    for some in _portions(tasks):
+        for task in some:
+            wanted[id(task)] += 1
+        yield
     for batch in batches:
         if not batch.tasks:
             raise SchedulerError("the batching strategy made an empty batch")
-        for task in batch.tasks:
-            wanted[id(task)] -= 1
-            if task.config.task_type != batch.task_type:
-                raise SchedulerError(
-                    f"the batching strategy put a task of type {task.config.task_type!r}"
-                    f" into a batch of {batch.task_type!r}"
-                )
+        for some in _portions(batch.tasks):
+            for task in some:
+                wanted[id(task)] -= 1
+                if task.config.task_type != batch.task_type:
+                    raise SchedulerError(
+                        f"the batching strategy put a task of type {task.config.task_type!r}"
+                        f" into a batch of {batch.task_type!r}"
+                    )
+            yield
     if any(wanted.values()):
         raise SchedulerError("the batching strategy did not put every task into exactly one batch")
 
 
-def _biggest_batches(batches: Sequence[tuple[EvaluatorSpec, Batch]]) -> Iterable[tuple[EvaluatorSpec, int]]:
+def _biggest_batches(
+    batches: Sequence[tuple[EvaluatorSpec, Batch]],
+) -> Generator[None, None, dict[str, tuple[EvaluatorSpec, int]]]:
+    """Of each evaluator, by its id, how many subtasks its biggest batch has."""
     biggest: dict[str, tuple[EvaluatorSpec, int]] = {}
     for spec, batch in batches:
-        subtasks = 1 if spec.admits_subtasks_alone else sum(task.config.subtask_count for task in batch.tasks)
+        subtasks = 1
+        if not spec.admits_subtasks_alone:
+            subtasks = 0
+            for some in _portions(batch.tasks):
+                subtasks += sum([task.config.subtask_count for task in some])
+                yield
         if subtasks > biggest.get(spec.evaluator_id, (spec, 0))[1]:
             biggest[spec.evaluator_id] = (spec, subtasks)
-    return biggest.values()
+    return biggest
+
+
+def _portions(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """So many at a time as are at most a millisecond's work."""
+    if len(items) <= _PORTION:
+        yield items
+        return
+    for begin in range(0, len(items), _PORTION):
+        yield items[begin : begin + _PORTION]

@@ -207,4 +207,5 @@ def open_batches(
     """Everything that is to be started, batched anew, submission by submission."""
     for submission in ledger.open_submissions():
         records = list(submission.open_tasks.values())
-        yield from waiting_attempts(intake.batch([record.task for record in records]), records, queued_at)
+        waiting = waiting_attempts(intake.batch([record.task for record in records]), records, queued_at)
+        yield from (batch for batch in waiting if batch is not None)

@@ -67,6 +67,10 @@ class Backlog:
         self._do_slice(work, done)
         return done
 
+    def add_later(self, work: Generator[bool | None, None, Any]) -> None:
+        """As `add`, but its first slice is not in this turn."""
+        self._keep(work, asyncio.get_running_loop().create_future())
+
     def close(self) -> None:
         """Does nothing any more; who waits is cancelled."""
         if self._next_slice is not None:
@@ -89,6 +93,9 @@ class Backlog:
         except Exception as error:  # noqa: BLE001 -- it is for whoever waits
             done.set_exception(error)
             return
+        self._keep(work, done)
+
+    def _keep(self, work: Generator[bool | None, None, Any], done: asyncio.Future[Any]) -> None:
         self._work.append((work, done))
         if self._next_slice is None:
             self._next_slice = asyncio.get_running_loop().call_soon(self._go_on)

@@ -33,7 +33,7 @@ from py_scheduler.domain.values.plain import safe_text
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire.common.cursor import CursorCodec
 from py_scheduler.wire.common.fields import DELIVERIES, EVENT_KINDS, Faults
-from py_scheduler.wire.tasks import decode_batch_id, decode_iteration, decode_tasks, encode_batch_id
+from py_scheduler.wire.tasks import TaskReader, decode_batch_id, decode_iteration, encode_batch_id
 
 MAX_REASON_LENGTH = 4_096
 _NODE_FIELDS = (*NODE_AMOUNTS, *(f"free_{kind}" for kind in NODE_AMOUNTS))
@@ -43,38 +43,53 @@ _NODE_FIELDS = (*NODE_AMOUNTS, *(f"free_{kind}" for kind in NODE_AMOUNTS))
 
 def decode_submit_request(message: service.SubmitTasksRequest, max_tasks: int) -> SubmitRequest:
     """Raises InvalidArgumentError naming each faulty field; `max_tasks` bounds one call."""
-    faults = Faults()
-    if fault := name_fault(message.request_id):
-        faults.add("request_id", fault)
-    key = SubmissionKey(
-        decode_batch_id(message.batch_id, "batch_id", faults), decode_namespace(message.namespace, faults)
-    )
-    count = len(message.tasks)
-    if not 1 <= count <= max_tasks:
-        faults.add("tasks", f"holds {count}, must hold at least 1 and at most {max_tasks}: split the submission")
+    reader = SubmitReader(message, max_tasks)
+    reader.tasks.read(message.tasks)
+    return reader.request()
+
+
+class SubmitReader:
+    """A submit of which only `tasks` is still to be read. Raises InvalidArgumentError when these are too many."""
+
+    __slots__ = ("_faults", "_iteration", "_message", "key", "tasks")
+
+    def __init__(self, message: service.SubmitTasksRequest, max_tasks: int) -> None:
+        self._message, self._faults = message, (faults := Faults())
+        if fault := name_fault(message.request_id):
+            faults.add("request_id", fault)
+        self.key = SubmissionKey(
+            decode_batch_id(message.batch_id, "batch_id", faults), decode_namespace(message.namespace, faults)
+        )
+        count = len(message.tasks)
+        if not 1 <= count <= max_tasks:
+            faults.add("tasks", f"holds {count}, must hold at least 1 and at most {max_tasks}: split the submission")
+            faults.check()
+        self._iteration = None
+        if message.HasField("iteration"):
+            self._iteration = decode_iteration(message.iteration, "iteration", faults)
+        self.tasks = TaskReader(message.default_config if message.HasField("default_config") else None, faults)
+
+    def request(self) -> SubmitRequest:
+        """Once all tasks were read. Raises InvalidArgumentError naming each faulty field."""
+        message, faults = self._message, self._faults
+        delivery = None
+        try:
+            delivery = DELIVERIES.member_or_none(message.delivery, "delivery")
+        except InvalidArgumentError as error:
+            faults.add_all("", error.violations)
         faults.check()
-    default_config = message.default_config if message.HasField("default_config") else None
-    iteration = None
-    if message.HasField("iteration"):
-        iteration = decode_iteration(message.iteration, "iteration", faults)
-    tasks = decode_tasks(message.tasks, default_config, faults)
-    delivery = None
-    try:
-        delivery = DELIVERIES.member_or_none(message.delivery, "delivery")
-    except InvalidArgumentError as error:
-        faults.add_all("", error.violations)
-    faults.check()
-    # Only now: of a number of repeats that is wrong by itself nobody needs to hear the sum.
-    faults.add_all("", check_sample_count(tasks))
-    faults.check()
-    return SubmitRequest(
-        request_id=message.request_id,
-        key=key,
-        tasks=tasks,
-        iteration=iteration,
-        delivery=delivery or Delivery.WATCH,
-        is_checked=True,
-    )
+        tasks = tuple(self.tasks.tasks)
+        # Only now: of a number of repeats that is wrong by itself nobody needs to hear the sum.
+        faults.add_all("", check_sample_count(tasks))
+        faults.check()
+        return SubmitRequest(
+            request_id=message.request_id,
+            key=self.key,
+            tasks=tasks,
+            iteration=self._iteration,
+            delivery=delivery or Delivery.WATCH,
+            is_checked=True,
+        )
 
 
 def decode_namespace(namespace: str, faults: Faults, path: str = "namespace") -> str:

@@ -58,44 +58,51 @@ _DEFAULT_RETRY = RetryPolicy()
 # Wire to domain
 
 
-def decode_tasks(
-    messages: Iterable[task_pb2.Task], default_config: task_pb2.TaskConfig | None, faults: Faults
-) -> tuple[Task, ...]:
-    """The tasks of one request; `default_config` is for those that have none of their own."""
-    configs = _ConfigReader(faults)
-    known_dataset_configs: set[bytes] = set()
-    default = None if default_config is None else configs.read(default_config, "default_config")
-    tasks = []
-    for number, message in enumerate(messages):
-        if faults.are_many:
-            break
-        if message.HasField("config"):
-            config = configs.read(message.config, f"tasks[{number}].config")
-        elif default is not None:
-            config = default
-        else:
-            config = _NO_CONFIG
-            faults.add(f"tasks[{number}].config", "is absent, and so is the request's default_config: send one of them")
-        metadata_json = message.metadata_json
-        metadata = _read_metadata(metadata_json, f"tasks[{number}].metadata_json", faults) if metadata_json else {}
-        if DATASET_CONFIG_KEY in metadata:
-            text = msgspec.json.encode(metadata[DATASET_CONFIG_KEY])
-            if text not in known_dataset_configs:
-                known_dataset_configs.add(text)
-                faults.add_all(f"tasks[{number}]", check_dataset_config(metadata, config.dataset))
-        client_key = message.client_key
-        if client_key and (fault := name_fault(client_key)):
-            faults.add(f"tasks[{number}].client_key", fault)
-        tasks.append(
-            Task(
-                config=config,
-                prompt=message.prompt,
-                data=message.data,
-                metadata=metadata,
-                client_key=client_key,
+class TaskReader:
+    """Reads the tasks of one request, all of them or some at a time. default_config: of those that have none."""
+
+    __slots__ = ("_configs", "_default", "_faults", "_known_dataset_configs", "tasks")
+
+    def __init__(self, default_config: task_pb2.TaskConfig | None, faults: Faults) -> None:
+        self._faults = faults
+        self._configs = _ConfigReader(faults)
+        self._known_dataset_configs: set[bytes] = set()
+        self._default = None if default_config is None else self._configs.read(default_config, "default_config")
+        self.tasks: list[Task] = []
+
+    def read(self, messages: Iterable[task_pb2.Task]) -> None:
+        """Those that follow on what was read before."""
+        faults, default, tasks = self._faults, self._default, self.tasks
+        for number, message in enumerate(messages, len(tasks)):
+            if faults.are_many:
+                break
+            if message.HasField("config"):
+                config = self._configs.read(message.config, f"tasks[{number}].config")
+            elif default is not None:
+                config = default
+            else:
+                config = _NO_CONFIG
+                absent = "is absent, and so is the request's default_config: send one of them"
+                faults.add(f"tasks[{number}].config", absent)
+            metadata_json = message.metadata_json
+            metadata = _read_metadata(metadata_json, f"tasks[{number}].metadata_json", faults) if metadata_json else {}
+            if DATASET_CONFIG_KEY in metadata:
+                text = msgspec.json.encode(metadata[DATASET_CONFIG_KEY])
+                if text not in self._known_dataset_configs:
+                    self._known_dataset_configs.add(text)
+                    faults.add_all(f"tasks[{number}]", check_dataset_config(metadata, config.dataset))
+            client_key = message.client_key
+            if client_key and (fault := name_fault(client_key)):
+                faults.add(f"tasks[{number}].client_key", fault)
+            tasks.append(
+                Task(
+                    config=config,
+                    prompt=message.prompt,
+                    data=message.data,
+                    metadata=metadata,
+                    client_key=client_key,
+                )
             )
-        )
-    return tuple(tasks)
 
 
 class _ConfigReader:

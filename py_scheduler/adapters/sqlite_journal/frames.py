@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import struct
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.events import AttemptEnded, EventRecord, JournalledEvent, approximate_size
+from py_scheduler.domain.events import AttemptEnded, EventRecord, JournalledEvent, TasksAccepted, approximate_size
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from py_scheduler.domain.results import SampleDone
 
@@ -26,6 +27,11 @@ DIGEST_BYTES = 16
 _FRAME_EVENTS = 4_096
 _FRAME_BYTES = 4 << 20
 """A frame is read as a whole, so it does not grow with the backlog."""
+_TASKS_AT_ONCE = 256
+"""Of one event. What has more is encoded in slices."""
+_SLICE_BYTES = 256 << 10
+_SLICE_PARTS = 1_024
+"""A slice is over when it has so many encoded bytes or parts."""
 _HEAD = struct.Struct(">QQd")
 
 _replace = msgspec.structs.replace
@@ -52,11 +58,14 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 class Draft(msgspec.Struct, frozen=True, gc=False):
-    """What a frame is made of once those before it are: encoded events, and their trajectories (empty: none)."""
+    """What a frame is made of once those before it are: encoded events, and their trajectories (empty: none).
+
+    events: in pieces. The writer joins them, in its thread and without the interpreter.
+    """
 
     first_sequence: int
     last_sequence: int
-    events: bytes
+    events: tuple[bytes, ...]
     payload: bytes
 
 
@@ -101,7 +110,60 @@ def draft_of(records: Sequence[EventRecord]) -> Draft:
             for record in records
         ]
     )
-    return Draft(records[0].sequence, records[-1].sequence, events, bytes(payload))
+    return Draft(records[0].sequence, records[-1].sequence, (events,), bytes(payload))
+
+
+def is_large(records: Sequence[EventRecord]) -> bool:
+    """Whether there is an event of many tasks among them, which may have any metadata."""
+    for record in records:
+        event = record.event
+        if type(event) is TasksAccepted and len(event.tasks) > _TASKS_AT_ONCE:
+            return True
+    return False
+
+
+def drafting(records: Sequence[EventRecord]) -> Generator[None, None, Draft]:
+    """`draft_of` in slices: the same bytes, in pieces."""
+    payload = bytearray()
+    pieces: list[bytes] = []
+    slice_parts: list[bytes] = [_list_head(len(records))]
+    size = 0
+    for part in chain.from_iterable(_parts_of(record, payload) for record in records):
+        slice_parts.append(part)
+        size += len(part)
+        if size > _SLICE_BYTES or len(slice_parts) > _SLICE_PARTS:
+            pieces.append(b"".join(slice_parts))
+            slice_parts, size = [], 0
+            yield
+    pieces.append(b"".join(slice_parts))
+    return Draft(records[0].sequence, records[-1].sequence, tuple(pieces), bytes(payload))
+
+
+def _parts_of(record: EventRecord, payload: bytearray) -> Iterator[bytes]:
+    """What is written of it, in parts. Its trajectories go into the payload."""
+    event = record.event
+    if type(event) is TasksAccepted:
+        yield _list_head(len(_Stored.__struct_fields__)) + _encode(record.namespace)
+        fields = event.__struct_fields__
+        yield _list_head(1 + len(fields)) + _encode(event.__struct_config__.tag)
+        for name in fields:
+            value = getattr(event, name)
+            if name == "tasks":
+                yield _list_head(len(value))
+                yield from map(_encode, value)
+            else:
+                yield _encode(value)
+        yield _encode(())
+    elif type(event) is AttemptEnded:
+        yield _encode(_ended(record.namespace, event, payload))
+    else:
+        yield _encode((record.namespace, event, ()))
+
+
+def _list_head(count: int) -> bytes:
+    """What stands before the items of a list: a None is one byte."""
+    encoded = _encode((None,) * count)
+    return encoded[: len(encoded) - count]
 
 
 def portions(records: Sequence[EventRecord]) -> Iterator[Sequence[EventRecord]]:
@@ -128,7 +190,7 @@ def framed(draft: Draft, previous: bytes, unix_seconds: float) -> Frame:
         previous=previous,
         chain=b"",
         payload_digest=digest_of(draft.payload) if draft.payload else b"",
-        events=draft.events,
+        events=b"".join(draft.events),
     )
     return _replace(unchained, chain=_chain(unchained))
 

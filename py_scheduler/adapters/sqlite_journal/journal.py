@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING
 import apsw
 
 from py_scheduler.adapters.sqlite_journal.files import Ballast, HighWater, StoreLock, torn_wal_pages
-from py_scheduler.adapters.sqlite_journal.frames import bare_records_of, draft_of, portions, records_of
+from py_scheduler.adapters.sqlite_journal.frames import (
+    bare_records_of,
+    draft_of,
+    drafting,
+    is_large,
+    portions,
+    records_of,
+)
 from py_scheduler.adapters.sqlite_journal.retention import JournalLimits, Retention
 from py_scheduler.adapters.sqlite_journal.store import (
     DATABASE,
@@ -80,6 +87,8 @@ class SqliteJournal:
         self._writer: JournalWriter | None = None
         self._gathered: list[EventRecord] = []
         """Appended, and not yet the writer's."""
+        self._drafting: Iterator[None] = iter(())
+        """Encodes what was appended before that, for the writer."""
         self._committed_sequence = 0
 
     def open(self) -> None:
@@ -244,15 +253,34 @@ class SqliteJournal:
             self._hand_over()
 
     def _hand_over(self) -> None:
+        """Takes several turns where there is much to encode."""
         if self._gathered:
-            writer = self._running()
             records, self._gathered = self._gathered, []
             self._handed_over = records[-1].sequence
-            try:
-                for some in portions(records):
-                    writer.put(draft_of(some))
-            except Exception as error:  # noqa: BLE001 -- the writer says so, and why, to whoever waits for a commit
-                writer.put(Unwritable(error))
+            self._drafting = self._draft(records)
+            self._go_on_drafting()
+
+    def _draft(self, records: Sequence[EventRecord]) -> Iterator[None]:
+        writer = self._running()
+        try:
+            for number, some in enumerate(portions(records)):
+                if number:
+                    yield
+                writer.put((yield from drafting(some)) if is_large(some) else draft_of(some))
+        except Exception as error:  # noqa: BLE001 -- the writer says so, and why, to whoever waits for a commit
+            writer.put(Unwritable(error))
+
+    def _go_on_drafting(self) -> None:
+        if next(self._drafting, self) is not self:
+            asyncio.get_running_loop().call_soon(self._go_on_drafting)
+
+    def _hand_over_all(self) -> None:
+        """In this turn, however much it is."""
+        for _ in self._drafting:
+            pass
+        self._hand_over()
+        for _ in self._drafting:
+            pass
 
     def discard_through(self, sequence: int) -> None:
         self._running().acknowledge(sequence)
@@ -262,7 +290,7 @@ class SqliteJournal:
         return self._running().wants_checkpoint
 
     def put_snapshots(self, snapshots: Sequence[Snapshot]) -> None:
-        self._hand_over()  # What a snapshot counts in comes before it.
+        self._hand_over_all()  # What a snapshot counts in comes before it.
         self._running().put(PutSnapshots(snapshots))
 
     def checkpoint(self, through_sequence: int, forgotten: Sequence[str]) -> None:
@@ -270,7 +298,7 @@ class SqliteJournal:
 
     async def close(self) -> None:
         if self._writer is not None:
-            self._hand_over()
+            self._hand_over_all()
             writer, self._writer = self._writer, None
             await asyncio.to_thread(writer.stop)
             await asyncio.to_thread(self._reading.shutdown)

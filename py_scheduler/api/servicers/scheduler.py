@@ -31,6 +31,7 @@ from py_scheduler.wire.collecting import (
     encode_chunks,
 )
 from py_scheduler.wire.common.cursor import CursorCodec
+from py_scheduler.wire.envelopes import SubmitEnvelope, decode_envelope
 from py_scheduler.wire.events import encode_frames
 from py_scheduler.wire.explanations import decode_explain_request, encode_explanation
 from py_scheduler.wire.runners import encode_runners
@@ -63,9 +64,14 @@ class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
         self._collects = Collects(engine)
 
     async def SubmitTasks(self, request: service.SubmitTasksRequest, context: Context) -> service.SubmitTasksResponse:
-        submit = wire.decode_submit_request(request, self._max_tasks_per_call)
-        reply = await self._engine.submit(submit)
-        return wire.encode_submit_reply(reply, submit.key.namespace, self._engine.store_epoch)
+        if isinstance(request, SubmitEnvelope):
+            key, reading = decode_envelope(request, self._max_tasks_per_call)
+            reply = await self._engine.submit_as_read(key, reading)
+        else:
+            submit = wire.decode_submit_request(request, self._max_tasks_per_call)
+            key = submit.key
+            reply = await self._engine.submit(submit)
+        return wire.encode_submit_reply(reply, key.namespace, self._engine.store_epoch)
 
     async def GetSubmission(
         self, request: service.GetSubmissionRequest, context: Context

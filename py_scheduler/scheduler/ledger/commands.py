@@ -12,13 +12,15 @@ from py_scheduler.domain.generation import Endpoints
 from py_scheduler.domain.results import AttemptState, Reward, SampleDone
 from py_scheduler.domain.task import SubmissionKey, Task
 from py_scheduler.domain.training.iteration import IterationContext
+from py_scheduler.scheduler.ledger.records import NewTasks
 
 
 class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
     """Takes tasks in. `fresh_submission_id` is used when the key has no submission yet.
 
     group_scored: the task types whose handler scores groups. is_collected: whether their results are kept until they
-    are collected. warnings: what the call is told beside the ids.
+    are collected. warnings: what the call is told beside the ids. prepared: the records of its tasks, if
+    `Ledger.preparing` made them beforehand.
     """
 
     request_id: str
@@ -32,6 +34,7 @@ class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
     is_collected: bool = False
     moment: Moment | None = None
     warnings: tuple[str, ...] = ()
+    prepared: NewTasks | None = None
 
 
 class LeaseAttempts(msgspec.Struct, frozen=True, gc=False):

@@ -25,6 +25,7 @@ from py_scheduler.domain.events import (
     TasksAccepted,
     TrainingResumed,
     WeightsChanged,
+    approximate_size,
 )
 from py_scheduler.domain.generation import STUDENT
 from py_scheduler.domain.results import AttemptState
@@ -54,11 +55,12 @@ from py_scheduler.scheduler.ledger.endings import (
     may_refill,
     may_retry,
 )
-from py_scheduler.scheduler.ledger.records import LIVE, WAITING, SubmissionRecord, task_id_of
+from py_scheduler.scheduler.ledger.records import LIVE, WAITING, NewTasks, SubmissionRecord, task_ids_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
+    from py_scheduler.domain.task import Task
     from py_scheduler.scheduler.ledger.state import LedgerState
 
 # Members by name: Python 3.11 looks them up through the metaclass, five times slower, and these are on the way of
@@ -66,12 +68,17 @@ if TYPE_CHECKING:
 _SUCCEEDED: Final = AttemptState.SUCCEEDED
 _LOST: Final = AttemptState.LOST
 
+_PORTION_TASKS = 128
+_PORTION_SAMPLES = 1_024
+
 
 class Decisions:
     """About one ledger's state. `by_command`: what decides, by the type of command."""
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
+        self.prepared: NewTasks | None = None
+        """Of the last submit that was decided with its records made beforehand."""
         self.by_command: Mapping[type, Callable[..., list[Event]]] = {
             AcceptTasks: self._accept,
             LeaseAttempts: self._lease,
@@ -94,31 +101,44 @@ class Decisions:
         namespace = command.key.namespace
         if self._state.requests.repeated(namespace, command.request_id, command.request_digest) is not None:
             return []
-        submission = self._state.submission_of_key(command.key)
-        if submission is not None and submission.is_drained:
-            submission = None
+        submission = self._open_submission(command)
+        made = command.prepared
+        if made is not None and _is_current(made, submission):
+            if not _has_fresh_keys(made, submission):
+                _check_client_keys(submission, command)
+            self.prepared = made
+            return [_accepted_event(command, made.submission.submission_id, made.accepted)]
         _check_client_keys(submission, command)
         submission_id = submission.submission_id if submission else command.fresh_submission_id
         first_no = submission.next_task_no if submission else 0
-        accepted = tuple(
-            AcceptedTask(task_id_of(submission_id, number), task) for number, task in enumerate(command.tasks, first_no)
-        )
-        return [
-            TasksAccepted(
-                submission_id=submission_id,
-                namespace=namespace,
-                batch_id=command.key.batch_id,
-                request_id=command.request_id,
-                request_digest=command.request_digest,
-                tasks=accepted,
-                unix_seconds=command.unix_seconds,
-                iteration=command.iteration,
-                group_scored=command.group_scored,
-                is_collected=command.is_collected,
-                moment=command.moment,
-                warnings=command.warnings,
-            )
-        ]
+        return [_accepted_event(command, submission_id, tuple(_named(submission_id, first_no, command.tasks)))]
+
+    def _open_submission(self, command: AcceptTasks) -> SubmissionRecord | None:
+        """The one that its tasks join; None: they begin one."""
+        submission = self._state.submission_of_key(command.key)
+        return None if submission is None or submission.is_drained else submission
+
+    def preparing(self, command: AcceptTasks) -> Generator[None, None, NewTasks]:
+        """Makes the records of its tasks, in slices. They are right until anything else is decided."""
+        while True:
+            submission = self._open_submission(command)
+            if submission is None:
+                made = NewTasks(SubmissionRecord(command.fresh_submission_id, command.key))
+            else:
+                made = NewTasks(submission, submission.next_task_no)
+            submission_id = made.submission.submission_id
+            event = _accepted_event(command, submission_id, ())
+            accepted: list[AcceptedTask] = []
+            for begin, tasks in portions(command.tasks):
+                some = _named(submission_id, made.first_no + begin, tasks)
+                made.add(some, event)
+                made.size += approximate_size(msgspec.structs.replace(event, tasks=some))
+                accepted += some
+                yield
+            made.accepted = tuple(accepted)
+            yield
+            if _is_current(made, self._open_submission(command)):
+                return made
 
     def _lease(self, command: LeaseAttempts) -> list[Event]:
         task_at = self._state.task_at
@@ -227,6 +247,52 @@ class Decisions:
         if task is None or task.stop_cause is None:
             return []
         return list(end_waiting(task, task.stop_cause, task.reason, command.unix_seconds, command.at_most))
+
+
+def _named(submission_id: str, first_no: int, tasks: Sequence[Task]) -> list[AcceptedTask]:
+    return list(map(AcceptedTask, task_ids_of(submission_id, range(first_no, first_no + len(tasks))), tasks))
+
+
+def _accepted_event(command: AcceptTasks, submission_id: str, accepted: tuple[AcceptedTask, ...]) -> TasksAccepted:
+    return TasksAccepted(
+        submission_id=submission_id,
+        namespace=command.key.namespace,
+        batch_id=command.key.batch_id,
+        request_id=command.request_id,
+        request_digest=command.request_digest,
+        tasks=accepted,
+        unix_seconds=command.unix_seconds,
+        iteration=command.iteration,
+        group_scored=command.group_scored,
+        is_collected=command.is_collected,
+        moment=command.moment,
+        warnings=command.warnings,
+    )
+
+
+def portions(tasks: Sequence[Task]) -> Iterator[tuple[int, Sequence[Task]]]:
+    """So many of a call's tasks at a time as are a millisecond's work, each with the number of the first."""
+    for begin in range(0, len(tasks), _PORTION_TASKS):
+        some = tasks[begin : begin + _PORTION_TASKS]
+        if sum([task.config.repeat_times for task in some]) <= _PORTION_SAMPLES:
+            yield begin, some
+        else:
+            yield from ((begin + number, (task,)) for number, task in enumerate(some))
+
+
+def _is_current(made: NewTasks, submission: SubmissionRecord | None) -> bool:
+    """Whether what was made for the submission of a key still follows on what that has now."""
+    if submission is None:
+        return not made.submission.requests
+    return made.submission is submission and made.first_no == submission.next_task_no
+
+
+def _has_fresh_keys(made: NewTasks, submission: SubmissionRecord | None) -> bool:
+    """Whether none of its keys stands twice or is an open task's."""
+    if made.keys_said != len(made.client_keys):
+        return False
+    # Of two sets the shorter one is looked through.
+    return submission is None or submission.client_keys.isdisjoint(made.client_keys)
 
 
 def _check_client_keys(submission: SubmissionRecord | None, command: AcceptTasks) -> None:

@@ -27,6 +27,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from py_scheduler.domain.events import (
     EVERY_NAMESPACE,
     AbortRequested,
@@ -47,21 +49,20 @@ from py_scheduler.scheduler.ledger.decisions import Decisions
 from py_scheduler.scheduler.ledger.endings import succeeded_among
 from py_scheduler.scheduler.ledger.kept_results import stage, with_tokens
 from py_scheduler.scheduler.ledger.records import (
+    NewTasks,
     RequestRecord,
-    StagedResult,
     SubmissionRecord,
     SubTaskRecord,
     TaskRecord,
-    new_task,
     submission_and_number,
 )
 from py_scheduler.scheduler.ledger.state import LedgerState, Records
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from py_scheduler.domain.trajectory import Trajectory
-    from py_scheduler.scheduler.ledger.commands import Command
+    from py_scheduler.scheduler.ledger.commands import AcceptTasks, Command
     from py_scheduler.scheduler.ledger.service_facts import ServiceFacts
     from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 
@@ -96,7 +97,8 @@ class Ledger:
         self._finished: OrderedDict[str, None] = OrderedDict()
         self._limits = limits
         self.state.service.limit(limits or {})
-        self._decide = Decisions(self.state).by_command
+        self._decisions = Decisions(self.state)
+        self._decide = self._decisions.by_command
         self._apply: dict[type, Callable[..., None]] = {
             TasksAccepted: self._apply_accepted,
             AttemptsLeased: self._apply_leased,
@@ -112,6 +114,13 @@ class Ledger:
     def decide(self, command: Command) -> list[Event]:
         """The events that this command makes, in order. They count only when all of them are applied."""
         return self._decide[type(command)](command)
+
+    def preparing(self, command: AcceptTasks) -> Generator[None, None, AcceptTasks]:
+        """Makes in slices what the command will need, so that to decide and apply it takes a moment however many its
+        tasks are. Nothing is changed before that. It is decided as well, and slower, if anything came in between.
+        """
+        made = yield from self._decisions.preparing(command)
+        return msgspec.structs.replace(command, prepared=made)
 
     def apply(self, event: Event, namespace: str = EVERY_NAMESPACE) -> None:
         """Takes one event into the state. Journalled events get the next sequence. namespace: of its record."""
@@ -131,26 +140,25 @@ class Ledger:
         self.state.service.apply(event, namespace)
 
     def _apply_accepted(self, event: TasksAccepted) -> None:
-        submission = self._submissions.get(event.submission_id)
-        if submission is None:
-            submission = SubmissionRecord(event.submission_id, SubmissionKey(event.batch_id, event.namespace))
+        made, self._decisions.prepared = self._decisions.prepared, None
+        if made is None or made.accepted is not event.tasks:
+            known = self._submissions.get(event.submission_id)
+            key = SubmissionKey(event.batch_id, event.namespace)
+            made = NewTasks(known or SubmissionRecord(event.submission_id, key))
+            made.add(event.tasks, event)
+        submission = made.submission
+        if event.submission_id not in self._submissions:
             self._submissions[event.submission_id] = self._by_key[submission.key] = submission
         self._finished.pop(event.submission_id, None)
         self._open_tasks_in[event.namespace] += len(event.tasks)
-        for accepted in event.tasks:
-            task = new_task(accepted.task_id, accepted.task, submission, event.unix_seconds)
-            self._tasks[accepted.task_id] = submission.open_tasks[accepted.task_id] = task
-            task.iteration = event.iteration
-            if accepted.task.config.task_deadline_seconds is not None:
-                task.accepted_at = event.moment
-            if accepted.task.config.task_type in event.group_scored:
-                task.group_samples = []
-            if event.is_collected:
-                task.staged = StagedResult()
-            submission.attempts_in[_QUEUED] += len(task.subtasks)
-            self.state.open_samples += accepted.task.config.repeat_times
-            if accepted.task.client_key:
-                submission.client_keys.add(accepted.task.client_key)
+        self._tasks.update(made.records)
+        if submission.open_tasks:
+            submission.open_tasks.update(made.records)
+        else:
+            submission.open_tasks = made.records  # A copy of a hundred thousand is a good part of what a turn may take.
+        submission.attempts_in[_QUEUED] += made.subtasks
+        self.state.open_samples += made.samples
+        submission.client_keys.update(made.client_keys)
         kept = submission.kept
         kept.scheduled_tasks += len(event.tasks)
         kept.is_eval = kept.is_eval or event.tasks[0].task.config.is_eval

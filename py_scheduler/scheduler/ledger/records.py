@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from py_scheduler.domain.collecting import TaskResult, UnfinishedTask
-from py_scheduler.domain.events import Moment, StopCause
+from py_scheduler.domain.events import AcceptedTask, Moment, StopCause, TasksAccepted
+from py_scheduler.domain.requests import SubmitReply
 from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskState
 from py_scheduler.domain.task import BatchId, SubmissionKey, Task
 from py_scheduler.domain.training.iteration import IterationContext
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 WAITING: Final = (AttemptState.QUEUED, AttemptState.LEASED)
 """The states of an attempt that is still to be started."""
@@ -35,6 +36,11 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
 def task_id_of(submission_id: str, number: int) -> str:
     """The id of a submission's task; numbers count from 0 over all of its calls."""
     return f"{submission_id}-{number}"
+
+
+def task_ids_of(submission_id: str, numbers: Iterable[int]) -> list[str]:
+    """`task_id_of` each."""
+    return [f"{submission_id}-{number}" for number in numbers]
 
 
 def submission_and_number(task_id: str) -> tuple[str, int]:
@@ -93,6 +99,49 @@ def new_task(task_id: str, task: Task, submission: SubmissionRecord, unix_second
     else:
         subtasks = [SubTaskRecord(first, min(size, samples - first)) for first in range(0, samples, size)]
     return TaskRecord(task_id, task, submission, subtasks, len(subtasks), unix_seconds)
+
+
+class NewTasks(msgspec.Struct, gc=False):
+    """The records of the tasks of one submit, numbered on from `first_no`, and what they come to in all. They are the
+    submission's once the ledger applies the event that has `accepted`.
+    """
+
+    submission: SubmissionRecord
+    first_no: int = 0
+    accepted: tuple[AcceptedTask, ...] = ()
+    """Filled in when all of them are there."""
+    records: dict[str, TaskRecord] = {}
+    """By id; those of a submission that is new become its own."""
+    subtasks: int = 0
+    samples: int = 0
+    client_keys: set[str] = set()
+    keys_said: int = 0
+    """More than there are `client_keys` if one stands twice."""
+    size: int = 0
+    """Of the event, bytes in memory."""
+
+    def add(self, accepted: Iterable[AcceptedTask], event: TasksAccepted) -> None:
+        """Makes records of some more tasks. event: what it says of all of them; its own tasks are not looked at."""
+        records, client_keys = self.records, self.client_keys
+        subtasks, samples, keys_said = self.subtasks, self.samples, self.keys_said
+        submission, is_collected, group_scored = self.submission, event.is_collected, event.group_scored
+        for named in accepted:
+            task = named.task
+            config = task.config
+            record = records[named.task_id] = new_task(named.task_id, task, submission, event.unix_seconds)
+            record.iteration = event.iteration
+            if config.task_deadline_seconds is not None:
+                record.accepted_at = event.moment
+            if config.task_type in group_scored:
+                record.group_samples = []
+            if is_collected:
+                record.staged = StagedResult()
+            subtasks += record.open_subtasks
+            samples += config.repeat_times
+            if task.client_key:
+                client_keys.add(task.client_key)
+                keys_said += 1
+        self.subtasks, self.samples, self.keys_said = subtasks, samples, keys_said
 
 
 class StagedResult(msgspec.Struct, gc=False):
@@ -218,4 +267,13 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     @property
     def task_ids(self) -> tuple[str, ...]:
         numbers = range(self.first_task_no, self.first_task_no + self.task_count)
-        return tuple([task_id_of(self.submission_id, number) for number in numbers])
+        return tuple(task_ids_of(self.submission_id, numbers))
+
+    def reply(self, task_ids: tuple[str, ...]) -> SubmitReply:
+        """What a submit was answered, with these `task_ids`."""
+        return SubmitReply(
+            submission_id=self.submission_id,
+            task_ids=task_ids,
+            warnings=self.warnings,
+            before_sequence=self.before_sequence,
+        )

@@ -49,8 +49,11 @@ class Recorder:
         self.listeners: dict[str, list[Callable[[], None]]] = {}
         """By submission: whoever is to be called when its tasks or results become more or fewer."""
 
-    def record(self, command: Command, namespace: str) -> list[Event]:
-        """The events the command made, already applied and on their way to the journal; none when it came too late."""
+    def record(self, command: Command, namespace: str, size: int = 0) -> list[Event]:
+        """The events the command made, already applied and on their way to the journal; none when it came too late.
+
+        size: of its one event, in memory, if that is known.
+        """
         ledger, state = self._ledger, self.ledger
         events = ledger.decide(command)
         for event in events:
@@ -58,7 +61,8 @@ class Recorder:
             for listener in self.event_listeners:
                 listener(event, namespace)
             if type(event) is not AttemptsLeased:
-                self._event_log.append(EventRecord(state.last_sequence, namespace, event, approximate_size(event)))
+                record = EventRecord(state.last_sequence, namespace, event, size or approximate_size(event))
+                self._event_log.append(record)
                 if type(event) in _TOLD:
                     self._tell(event)
         return events

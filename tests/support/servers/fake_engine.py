@@ -6,6 +6,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
+from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.domain.collecting import CollectReply
 from py_scheduler.domain.events import (
     AcceptedTask,
@@ -31,14 +32,16 @@ from py_scheduler.domain.results import AttemptState, Outcome, SampleDone, TaskS
 from py_scheduler.errors import CursorExpiredError, NotFoundError
 from py_scheduler.scheduler.log.event_log import KIND_OF_EVENT
 from py_scheduler.scheduler.notifier import Notifier
+from py_scheduler.scheduler.slices import in_slices
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Generator
 
     from py_scheduler.api.ports import GenerationPort, PlacementPort
     from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.runners.runner import RunnerView
+    from py_scheduler.domain.task import SubmissionKey
 
 
 class FakeResults:
@@ -133,6 +136,11 @@ class FakeEngine:
             await self.happen(*events_of_finish(task_id, sample))
 
     # The port
+
+    async def submit_as_read(self, key: SubmissionKey, reading: Generator[None, None, SubmitRequest]) -> SubmitReply:
+        request = await in_slices(reading, LoopClock())
+        assert request.key == key
+        return await self.submit(request)
 
     async def submit(self, request: SubmitRequest) -> SubmitReply:
         self.maybe_fail()

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from py_scheduler.domain.requests import Delivery, SubmitRequest
-from py_scheduler.domain.task import SubmissionKey, Task, TaskConfig
+from py_scheduler.domain.task import BatchId, SubmissionKey, Task, TaskConfig
 from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.scheduler.intake import request_digest
-from tests.support.strategies import iterations, json_objects, tasks
+from py_scheduler.scheduler.intake import digesting, request_digest
+from py_scheduler.scheduler.slices import at_once
+from tests.support.strategies import batch_ids, iterations, json_objects, tasks
 
 
 def request_of(*some: Task, **changes: Any) -> SubmitRequest:
@@ -83,3 +84,32 @@ def test_everything_else_of_a_request_counts() -> None:
 def test_what_is_no_json_is_refused(metadata: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match="only JSON values"):
         request_digest(request_of(Task(config=TaskConfig(task_type="a"), metadata=metadata)))
+
+
+@given(
+    some=st.lists(tasks, min_size=1, max_size=3),
+    times=st.sampled_from([0, 1, 5, 6, 16, 17, 257]),
+    batch_id=batch_ids,
+    iteration=st.none() | iterations,
+    delivery=st.sampled_from(Delivery),
+)
+def test_a_digest_that_is_made_in_slices_is_the_same(
+    some: list[Task], times: int, batch_id: BatchId, iteration: IterationContext | None, delivery: Delivery
+) -> None:
+    request = request_of(*some * times, key=SubmissionKey(batch_id, "ns"), iteration=iteration, delivery=delivery)
+    assert at_once(digesting(request)) == request_digest(request)
+
+
+@pytest.mark.parametrize("count", [65_535, 65_536])
+def test_so_is_that_of_a_list_whose_length_takes_more_bytes(count: int) -> None:
+    request = request_of(*[Task(config=TaskConfig(task_type="a"))] * count)
+    assert at_once(digesting(request)) == request_digest(request)
+
+
+def test_what_cannot_be_stored_is_refused_in_slices_too() -> None:
+    unwritable = request_of(Task(config=TaskConfig(task_type="a"), metadata={"a": 1 << 70}))
+    with pytest.raises(InvalidArgumentError, match="only JSON values"):
+        at_once(digesting(unwritable))
+    faulty = Task(config=TaskConfig(task_type="a", repeat_times=0), metadata={"a": 1 << 70})
+    with pytest.raises(InvalidArgumentError, match="at least 1"):
+        at_once(digesting(request_of(faulty)))

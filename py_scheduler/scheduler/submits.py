@@ -1,0 +1,135 @@
+"""Submits that are too large for one turn of the loop, and whatever arrives behind them.
+
+Everything that does not change anything is done in slices: to read the tasks, to check and digest them, to batch them,
+to make their records. Then one turn decides, as it does for a small submit: it looks whether there is room, and all
+tasks are there, or none is.
+
+Invariants
+  1. What arrives in a namespace is decided in the order in which it arrived, one after another. So a call that is sent
+     again while the first is under way waits for it, and is answered as that is.
+  2. What has arrived goes on whether or not its call waits for it, unless the engine is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from py_scheduler.errors import FailedPreconditionError
+from py_scheduler.scheduler.intake import digesting
+from py_scheduler.scheduler.ledger.records import task_ids_of
+from py_scheduler.scheduler.slices import Backlog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from py_scheduler.domain.ports import Clock
+    from py_scheduler.domain.requests import SubmitReply, SubmitRequest
+    from py_scheduler.domain.task import Batch, SubmissionKey
+    from py_scheduler.scheduler.intake import Intake, Plan
+    from py_scheduler.scheduler.ledger.commands import AcceptTasks
+    from py_scheduler.scheduler.ledger.ledger import Ledger
+    from py_scheduler.scheduler.ledger.records import RequestRecord
+
+    Reading = Generator[None, None, SubmitRequest]
+    CommandOf = Callable[[SubmitRequest, bytes, Plan], AcceptTasks]
+    Record = Callable[[AcceptTasks, Plan], None]
+
+_IDS_AT_ONCE = 1_024
+
+
+def as_it_is(request: SubmitRequest) -> Reading:
+    """Of a request that is not to be read any more."""
+    yield from ()
+    return request
+
+
+class _Arrived:
+    __slots__ = ("answered", "key", "work")
+
+    def __init__(self, key: SubmissionKey, work: Generator[None, None, SubmitReply]) -> None:
+        self.key = key
+        self.work = work
+        self.answered: asyncio.Future[SubmitReply] = asyncio.get_running_loop().create_future()
+        self.answered.add_done_callback(asyncio.Future.exception)  # Its call may be gone.
+
+
+class LargeSubmits:
+    """Of one engine, which hands in what of it is the same for small ones.
+
+    command_of: raises what a request is refused with. record: decides, and raises likewise.
+    """
+
+    def __init__(self, intake: Intake, ledger: Ledger, clock: Clock, command_of: CommandOf, record: Record) -> None:
+        self._intake = intake
+        self._ledger = ledger
+        self._command_of = command_of
+        self._record = record
+        self._backlog = Backlog(clock)
+        self.lines: dict[str, deque[_Arrived]] = {}
+        """By namespace, what has arrived and was not decided; the first is under way. None is empty."""
+
+    async def submit(self, key: SubmissionKey, reading: Reading, batches: Sequence[Batch] | None = None) -> SubmitReply:
+        """Takes in what `reading` comes to. Raises what that and `Engine.accept` raise."""
+        arrived = _Arrived(key, self._taking_in(reading, batches))
+        line = self.lines.get(key.namespace)
+        if line is None:
+            line = self.lines[key.namespace] = deque([arrived])
+            _ = self._backlog.add(self._working_off(key.namespace, line))
+        else:
+            line.append(arrived)
+        return await asyncio.shield(arrived.answered)
+
+    async def wait_decided(self, key: SubmissionKey) -> None:
+        """Returns when what has arrived under this key is decided."""
+        for arrived in reversed(self.lines.get(key.namespace, ())):
+            if arrived.key == key:
+                await asyncio.wait([arrived.answered])
+                return
+
+    def close(self) -> None:
+        """Takes nothing in any more."""
+        self._backlog.close()
+        for line in self.lines.values():
+            for arrived in line:
+                arrived.answered.set_exception(FailedPreconditionError("the server has stopped: submit to another one"))
+        self.lines.clear()
+
+    def _working_off(self, namespace: str, line: deque[_Arrived]) -> Generator[None, None, None]:
+        while line:
+            arrived = line[0]
+            try:
+                reply = yield from arrived.work
+            except Exception as error:  # noqa: BLE001 -- it is for the call that waits
+                arrived.answered.set_exception(error)
+            else:
+                arrived.answered.set_result(reply)
+            line.popleft()
+        del self.lines[namespace]
+
+    def _taking_in(self, reading: Reading, batches: Sequence[Batch] | None) -> Generator[None, None, SubmitReply]:
+        request = yield from reading
+        digest = yield from digesting(request)
+        namespace, requests = request.key.namespace, self._ledger.state.requests
+        answered = requests.repeated(namespace, request.request_id, digest)
+        if answered is None:
+            plan = yield from self._intake.planning(request, batches)
+            # What will be refused anyway is not prepared first.
+            command = self._command_of(request, digest, plan)
+            command = yield from self._ledger.preparing(command)
+            self._record(command, plan)
+            answered = requests.find(namespace, request.request_id)
+            assert answered is not None
+            yield
+        return answered.reply((yield from _task_ids(answered)))
+
+
+def _task_ids(answered: RequestRecord) -> Generator[None, None, tuple[str, ...]]:
+    """`answered.task_ids` in slices."""
+    task_ids: list[str] = []
+    end = answered.first_task_no + answered.task_count
+    for begin in range(answered.first_task_no, end, _IDS_AT_ONCE):
+        task_ids += task_ids_of(answered.submission_id, range(begin, min(begin + _IDS_AT_ONCE, end)))
+        yield
+    return tuple(task_ids)
