@@ -64,6 +64,7 @@ class SglangOutput:
         tokens that were read.
         """
         self._last = _NO_META
+        """Of the last event that was read, all but its tokens."""
         self._unread: bytes | None = None
         self._newest_length = 0
         """Tokens of the newest event, read or not."""
@@ -138,7 +139,9 @@ class SglangOutput:
         if event.error is not None:
             self.refused = event.error
             return
-        self._last = meta = event.meta_info or Meta()
+        meta = event.meta_info or Meta()
+        # Its tokens go into the arrays. As objects they would take six times as much until the next event is read.
+        self._last = msgspec.structs.replace(meta, output_token_logprobs=None)
         self._prompt_tokens = meta.prompt_tokens or self._prompt_tokens
         self._cached_tokens = meta.cached_tokens or self._cached_tokens
         scored, total = meta.output_token_logprobs or [], meta.output_token_logprobs_length

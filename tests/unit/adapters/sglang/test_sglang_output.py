@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -33,6 +35,20 @@ def test_of_events_that_repeat_the_output_the_first_two_and_the_newest_are_read(
     output = read(event(0, 1), event(0, 4), never_read, event(0, 9))
     assert output.streaming is Streaming.CUMULATIVE
     assert_first(output.partial(), 9)
+
+
+def test_the_tokens_of_an_event_that_was_read_are_held_in_the_arrays_alone() -> None:
+    count = 4_096
+    events = [event(0, 1), event(0, count)]
+    tracemalloc.start()
+    try:
+        output = read(*events)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert_first(output.partial(), count)
+    arrays, text = 2 * 4 * count, sys.getsizeof(output.partial().text)
+    assert held < 1.25 * (arrays + text), "a token is held as an object too"
 
 
 @pytest.mark.parametrize("behind", [0, 2], ids=["alone", "behind an increment"])
