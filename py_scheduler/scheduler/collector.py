@@ -23,9 +23,9 @@ from py_scheduler.domain.collecting import CollectReply, CollectRequest, Unfinis
 from py_scheduler.domain.limits import MAX_UNFINISHED_SHOWN, check_collect
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError
-from py_scheduler.scheduler.intake import discard_digest
 from py_scheduler.scheduler.ledger.commands import AcknowledgeResults, CollectResults, DiscardResults
 from py_scheduler.scheduler.ledger.kept_results import leaves_result, why_incomplete
+from py_scheduler.scheduler.ledger.state import discard_digest
 from py_scheduler.scheduler.slices import Backlog, in_slices
 
 if TYPE_CHECKING:

@@ -15,18 +15,15 @@ stand, `restore` makes the state at the start.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 from py_scheduler.batching import BatchingStrategy, fifo_batching
-from py_scheduler.domain.events import Moment, TasksAccepted
+from py_scheduler.domain.events import TasksAccepted
 from py_scheduler.domain.generation import STUDENT, SamplingParams, StoppingCriteria
 from py_scheduler.domain.requests import (
     AbortReply,
     AbortRequest,
-    Delivery,
     EventFilter,
     EventFrame,
     ServerInfo,
@@ -35,18 +32,17 @@ from py_scheduler.domain.requests import (
     SubmitReply,
     SubmitRequest,
 )
-from py_scheduler.domain.task import SubmissionKey
-from py_scheduler.errors import FailedPreconditionError, ResourceExhaustedError
 from py_scheduler.execution.episode import EpisodeServices
 from py_scheduler.execution.generation.gateway import GenerationGateway
 from py_scheduler.execution.runner import start_runners
 from py_scheduler.execution.workdirs import Workdirs
 from py_scheduler.scheduler.collector import Collector
-from py_scheduler.scheduler.intake import Intake, IntakeLimits, Plan, request_digest, waiting_attempts
-from py_scheduler.scheduler.leases.manager import LeaseManager, node_view
-from py_scheduler.scheduler.ledger.commands import AcceptTasks, ResumeTraining
+from py_scheduler.scheduler.intake import TASKS_AT_ONCE, Intake, IntakeLimits, Plan, command_of, is_large
+from py_scheduler.scheduler.leases.manager import LeaseManager
+from py_scheduler.scheduler.ledger.commands import ResumeTraining
 from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.ledger.ledger import Ledger
+from py_scheduler.scheduler.ledger.state import request_digest
 from py_scheduler.scheduler.log.checkpoints import Checkpoints
 from py_scheduler.scheduler.log.event_log import EventLog
 from py_scheduler.scheduler.log.recorder import RecordedBackends, Recorder
@@ -54,46 +50,31 @@ from py_scheduler.scheduler.queue.admission import Admission
 from py_scheduler.scheduler.queue.quotas import Quotas
 from py_scheduler.scheduler.queue.staleness_gate import StalenessGate
 from py_scheduler.scheduler.refusals import Refusals
-from py_scheduler.scheduler.restore import (
-    FoldResult,
-    collector_at_rest,
-    fold,
-    open_batches,
-    restore,
-    unscored_groups,
-)
+from py_scheduler.scheduler.restore import StoredState, collector_at_rest, open_batches, restore, unscored_groups
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.slices import Backlog
 from py_scheduler.scheduler.stops import Stops
 from py_scheduler.scheduler.submits import LargeSubmits, as_it_is
 from py_scheduler.scheduler.supervisor import Supervisor
-from py_scheduler.scheduler.views import Views, engine_view, evaluator_view
+from py_scheduler.scheduler.views import Views, server_view
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 
-    from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.episodes.api_access import ApiFront
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
     from py_scheduler.domain.ports import Clock, GenerationBackend, Journal
     from py_scheduler.domain.quotas import NamespaceSettings, Quota
     from py_scheduler.domain.runners.runner import RunnerView
-    from py_scheduler.domain.task import Batch
+    from py_scheduler.domain.task import Batch, SubmissionKey
     from py_scheduler.execution.attempt import PlannedAttempt, RunningAttempt
     from py_scheduler.execution.runner import Runners
     from py_scheduler.placement import PlacementPool
+    from py_scheduler.scheduler.ledger.commands import AcceptTasks
     from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
     from py_scheduler.scheduler.ledger.records import TaskRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
-
-logger = logging.getLogger(__name__)
-
-_LAST_COMMIT_SECONDS = 2.0
-_AT_ONCE = 1_000
-"""A submit of so many tasks is taken in within one turn of the loop, and all of them wait for room when it returns."""
-_SAMPLES_AT_ONCE = 10_000
-"""Likewise, of all its tasks."""
 
 
 class Engine:
@@ -146,46 +127,31 @@ class Engine:
         self.quotas = Quotas(namespaces)
         launch = self._supervisor.launch
         self._admission = Admission(pool, self._recorder, clock, settings, launch, self.quotas, namespaces, self._gate)
-        self._limits = IntakeLimits(self.quotas, self._ledger, self._event_log, settings)
+        self._limits = IntakeLimits(self._admission, self.quotas, self._ledger, self._event_log, settings)
         self._stops = Stops(self._recorder, self._event_log, self._supervisor, self._admission, clock)
         self._refusals = Refusals(self._intake, self._recorder, self._admission, self._supervisor.groups, clock)
         self._enqueueing = Backlog(clock)
-        self._large_submits = LargeSubmits(
-            self._intake, self._whole_ledger, clock, self._command_of, self._record_prepared
-        )
+        self._large_submits = LargeSubmits(self._intake, self._limits, self._whole_ledger, clock, self._record_accepted)
         self._views = Views(self._ledger, self._admission.reasons, self._supervisor.backoffs, self._runners)
         self.leases = LeaseManager(pool, self._admission, clock, settings, self.quotas)
-        stop, decided = self._stops.stop_and_wait, self._wait_decided
+        stop, decided = self._stops.stop_and_wait, self._large_submits.wait_decided
         self.results = Collector(self._recorder, self._event_log, clock, settings, stop, decided)
         """Results out: collect, acknowledge, discard."""
         self._exit = AsyncExitStack()
-        self._journal_is_taken = False
-        self._folded: FoldResult | None = None
+        self._stored = StoredState(journal, self._whole_ledger)
         self.is_running = False
         self.stranded_workers = 0
         """After the exit: workers whose handlers would not end; only the end of the process stops them."""
 
     async def open_journal(self, stack: AsyncExitStack) -> None:
         """Takes the store, also before the engine starts; it is closed at the end of `stack`. Raises JournalError."""
-        if self._journal_is_taken:
-            return
-        self._journal_is_taken = True
-        stack.push_async_callback(self._journal.close)
-        opening = asyncio.create_task(asyncio.to_thread(self._journal.open))
-        try:
-            await asyncio.shield(opening)
-        finally:
-            while not opening.done():  # A thread takes no cancel, and `close` gives back only what it has taken.
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([opening])
+        await self._stored.open(stack)
 
     def read_journal(self) -> None:
         """Brings the state to where the last process left it; blocks. After `open_journal`, and also before the engine
         starts: backends that start after it do so with the endpoints that were set last. Raises JournalError.
         """
-        if self._folded is None:
-            with collector_at_rest():
-                self._folded = fold(self._journal, self._whole_ledger)
+        if self._stored.read():
             self.generation.restore_endpoints()
 
     async def __aenter__(self) -> Self:
@@ -222,9 +188,9 @@ class Engine:
         await self._exit.aclose()
 
     async def _restore(self) -> None:
-        assert self._folded is not None
+        assert self._stored.folded is not None
         parts = self._recorder, self._event_log, self._checkpoints, self._clock
-        await restore(self._journal, self._whole_ledger, self._folded, *parts)
+        await restore(self._journal, self._whole_ledger, self._stored.folded, *parts)
         self.leases.start(self._journal.first_fencing_token)
         for submission in self._ledger.open_submissions():
             for record in submission.open_tasks.values():
@@ -242,7 +208,7 @@ class Engine:
 
         See `accept`, whose turn of the loop is here several where there are many tasks. Raises what that raises.
         """
-        if self._large_submits.lines or _is_large(request):
+        if self._large_submits.lines or is_large(request):
             return await self.submit_as_read(request.key, as_it_is(request), batches)
         reply = self.accept(request, batches)
         await self._event_log.wait_committed(reply.before_sequence + 1)
@@ -274,41 +240,12 @@ class Engine:
         answered = requests.repeated(request.key.namespace, request.request_id, digest)
         if answered is None:
             plan = self._intake.plan(request, batches)
-            self._record_accepted(self._command_of(request, digest, plan), plan)
+            command = command_of(request, digest, plan, self._clock)
+            self._limits.check(command)
+            self._record_accepted(command, plan)
             answered = requests.find(request.key.namespace, request.request_id)
             assert answered is not None
         return answered.reply(answered.task_ids)
-
-    def _command_of(self, request: SubmitRequest, digest: bytes, plan: Plan) -> AcceptTasks:
-        command = AcceptTasks(
-            request.request_id,
-            digest,
-            request.key,
-            request.tasks,
-            f"s{os.urandom(8).hex()}",
-            self._clock.unix_time(),
-            request.iteration,
-            plan.group_scored,
-            request.delivery is Delivery.COLLECT,
-            Moment(self._clock.boot_id, self._clock.monotonic()),
-            plan.warnings,
-        )
-        self._check_room(command)
-        return command
-
-    def _check_room(self, command: AcceptTasks) -> None:
-        """Raises what is refused for now, or for ever because the engine stops."""
-        self._event_log.check_writable()
-        if self._admission.is_stopped:
-            raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
-        prepared = command.prepared
-        samples = sum([task.config.repeat_times for task in command.tasks]) if prepared is None else prepared.samples
-        self._limits.check(len(command.tasks), samples, command.key.namespace, keeps_results=command.is_collected)
-
-    def _record_prepared(self, command: AcceptTasks, plan: Plan) -> None:
-        """Looks again, since others were decided meanwhile."""
-        self._check_room(command)
-        self._record_accepted(command, plan)
 
     def _record_accepted(self, command: AcceptTasks, plan: Plan) -> None:
         made = command.prepared
@@ -319,7 +256,7 @@ class Engine:
                 self._enqueueing.add_later(self._enqueue(plan, list(made.records.values())))
                 continue
             records = [self._ledger.open_task(accepted.task_id) for accepted in event.tasks]
-            if len(records) <= _AT_ONCE:
+            if len(records) <= TASKS_AT_ONCE:
                 for _ in self._enqueue(plan, records):
                     pass
             else:
@@ -329,19 +266,13 @@ class Engine:
         """Lets the tasks of a submit wait for room; in slices, since there may be many. What ends before it came to
         wait never does.
         """
-        for begin in range(0, len(records), _AT_ONCE):
-            for record in records[begin : begin + _AT_ONCE]:
+        for begin in range(0, len(records), TASKS_AT_ONCE):
+            for record in records[begin : begin + TASKS_AT_ONCE]:
                 if record.task.config.task_deadline_seconds is not None:
                     self._stops.arm_deadline(record)
-            if begin + _AT_ONCE < len(records):
+            if begin + TASKS_AT_ONCE < len(records):
                 yield
-        is_waiting = self._ledger.is_waiting
-        for waiting in waiting_attempts(plan, records, self._clock.monotonic()):
-            if waiting is not None:
-                spec, attempts = waiting
-                if live := [attempt for attempt in attempts if is_waiting(attempt.ref)]:
-                    self._admission.enqueue(spec, live)
-            yield
+        yield from self._admission.enqueueing(plan.batches, records)
 
     def _requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         self._refusals.requeue(spec, attempts)
@@ -384,19 +315,8 @@ class Engine:
         Raises NotFoundError, also for a task that it never had; AlreadyExistsError when the request_id is another
         call's.
         """
-        await self._wait_decided(request.selector)
+        await self._large_submits.wait_decided(request.selector)
         return await self._stops.abort(request)
-
-    async def _wait_decided(self, selector: SubmissionSelector | CollectRequest) -> None:
-        """Returns when what has arrived before for this submission is in it: whoever gives up a submit and then aborts
-        it means all of its tasks.
-        """
-        if self._large_submits.lines:
-            submission = self._ledger.find(selector) if selector.submission_id else None
-            if submission is not None:
-                await self._large_submits.wait_decided(submission.key)
-            elif selector.batch_id is not None:
-                await self._large_submits.wait_decided(SubmissionKey(selector.batch_id, selector.namespace))
 
     @property
     def history(self) -> TrainingHistory:
@@ -415,12 +335,6 @@ class Engine:
         self._admission.stop()
         self.leases.stop()
         await self._stops.drain(grace_seconds, ends_what_is_open=not self._journal.is_durable)
-        try:
-            # Streams end with what is committed by then: what happened last is to be in it.
-            async with asyncio.timeout(_LAST_COMMIT_SECONDS):
-                await self._event_log.wait_committed(self._ledger.last_sequence)
-        except (TimeoutError, ResourceExhaustedError):
-            logger.warning("the journal did not take the last events: streams end without them")
 
     # Questions
 
@@ -512,19 +426,5 @@ class Engine:
 
     async def server_info(self, version: str) -> ServerInfo:
         """What this scheduler is made of. Engines that do not answer are shown without a model."""
-        return ServerInfo(
-            version=version,
-            evaluators=tuple(evaluator_view(spec) for spec in self._intake.specs.values()),
-            engines=tuple(
-                [
-                    await engine_view(role, engine, is_up=self.generation.is_up(role))
-                    for role, engine in self._generation_backends.items()
-                ]
-            ),
-            nodes=tuple(map(node_view, self._pool.nodes())) if self._pool is not None else (),
-        )
-
-
-def _is_large(request: SubmitRequest) -> bool:
-    tasks = request.tasks
-    return len(tasks) > _AT_ONCE or sum([task.config.repeat_times for task in tasks]) > _SAMPLES_AT_ONCE
+        backends = self._generation_backends
+        return await server_view(version, self._intake.specs.values(), self.generation, backends, self._pool)

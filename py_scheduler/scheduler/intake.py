@@ -4,44 +4,45 @@ down.
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import os
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from py_scheduler.batching import BatchingStrategy, fifo_batching, fill_fifo
-from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.events import Moment
 from py_scheduler.domain.limits import check_submit, checking_submit
-from py_scheduler.domain.results import AttemptState
-from py_scheduler.errors import InvalidArgumentError, ResourceExhaustedError, SchedulerError
-from py_scheduler.execution.attempt import PlannedAttempt
+from py_scheduler.domain.requests import Delivery
+from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, SchedulerError
 from py_scheduler.placement import check_deadlock, short_words, tokens_in_budget
+from py_scheduler.scheduler.ledger.commands import AcceptTasks
 from py_scheduler.scheduler.slices import at_once
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.requests import AbortRequest, Delivery, SubmissionSelector, SubmitRequest
-    from py_scheduler.domain.task import Batch, BatchId, Task
-    from py_scheduler.domain.training.iteration import IterationContext
+    from py_scheduler.domain.ports import Clock
+    from py_scheduler.domain.requests import SubmitRequest
+    from py_scheduler.domain.task import Batch, Task
     from py_scheduler.placement import PlacementPool
-    from py_scheduler.scheduler.ledger.records import TaskRecord
     from py_scheduler.scheduler.ledger.state import LedgerState
     from py_scheduler.scheduler.log.event_log import EventLog
+    from py_scheduler.scheduler.queue.admission import Admission
     from py_scheduler.scheduler.queue.quotas import Quotas
     from py_scheduler.scheduler.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
+TASKS_AT_ONCE = 1_000
+"""A submit of so many tasks is taken in within one turn of the loop, and all of them wait for room when it returns."""
+_SAMPLES_AT_ONCE = 10_000
+"""Likewise, of all its tasks."""
 _RETRY_AFTER_SECONDS = 1.0
 _PORTION = 256
-_PORTION_BYTES = 64 << 10
-_UNWRITABLE = (TypeError, ValueError, RecursionError, OverflowError)
 _Item = TypeVar("_Item")
-_encode_sorted = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -222,30 +223,34 @@ class Intake:
 
 
 class IntakeLimits:
-    """What may be open, unread or kept when more tasks come."""
+    """What may be open, unread or kept when more tasks come, and whether any may."""
 
-    def __init__(self, quotas: Quotas, ledger: LedgerState, event_log: EventLog, settings: EngineSettings) -> None:
+    def __init__(
+        self, admission: Admission, quotas: Quotas, ledger: LedgerState, event_log: EventLog, settings: EngineSettings
+    ) -> None:
+        self._admission = admission
         self._quotas = quotas
         self._ledger = ledger
         self._event_log = event_log
         self._settings = settings
 
-    def check(self, tasks: int, samples: int, namespace: str, *, keeps_results: bool) -> None:
-        """Raises ResourceExhaustedError while so many more would be too many. keeps_results: theirs are collected."""
-        ledger, settings = self._ledger, self._settings
+    def check(self, command: AcceptTasks) -> None:
+        """Raises ResourceExhaustedError while its tasks would be too many, and FailedPreconditionError once the engine
+        stops.
+        """
+        self._event_log.check_writable()
+        if self._admission.is_stopped:
+            raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
+        tasks, made = len(command.tasks), command.prepared
+        samples = sum([task.config.repeat_times for task in command.tasks]) if made is None else made.samples
         if self._quotas.there_are_any:
-            self._check_quota(namespace, tasks)
-        for what, are_open, more, limit in (
-            ("tasks", ledger.open_tasks, tasks, settings.max_queued_tasks),
-            ("samples", ledger.open_samples, samples, settings.max_queued_samples),
-        ):
-            if are_open + more > limit:
-                raise ResourceExhaustedError(
-                    f"{are_open} {what} are open, {more} more would exceed max_queued_{what} ({limit}):"
-                    " wait for some to finish",
-                    _RETRY_AFTER_SECONDS,
-                )
-        if keeps_results:
+            self._check_quota(command.key.namespace, tasks)
+        ledger, settings = self._ledger, self._settings
+        if ledger.open_tasks + tasks > settings.max_queued_tasks:
+            raise _too_many("tasks", ledger.open_tasks, tasks, settings.max_queued_tasks)
+        if ledger.open_samples + samples > settings.max_queued_samples:
+            raise _too_many("samples", ledger.open_samples, samples, settings.max_queued_samples)
+        if command.is_collected:
             self._check_kept()
 
     def _check_quota(self, namespace: str, more: int) -> None:
@@ -275,6 +280,36 @@ class IntakeLimits:
             )
 
 
+def _too_many(what: str, are_open: int, more: int, limit: int) -> ResourceExhaustedError:
+    return ResourceExhaustedError(
+        f"{are_open} {what} are open, {more} more would exceed max_queued_{what} ({limit}): wait for some to finish",
+        _RETRY_AFTER_SECONDS,
+    )
+
+
+def is_large(request: SubmitRequest) -> bool:
+    """Whether one turn of the loop is too little for it."""
+    tasks = request.tasks
+    return len(tasks) > TASKS_AT_ONCE or sum([task.config.repeat_times for task in tasks]) > _SAMPLES_AT_ONCE
+
+
+def command_of(request: SubmitRequest, digest: bytes, plan: Plan, clock: Clock) -> AcceptTasks:
+    """What the ledger is told to take in."""
+    return AcceptTasks(
+        request.request_id,
+        digest,
+        request.key,
+        request.tasks,
+        f"s{os.urandom(8).hex()}",
+        clock.unix_time(),
+        request.iteration,
+        plan.group_scored,
+        request.delivery is Delivery.COLLECT,
+        Moment(clock.boot_id, clock.monotonic()),
+        plan.warnings,
+    )
+
+
 def _check_fits(pool: PlacementPool | None, spec: EvaluatorSpec, samples: int) -> None:
     check_deadlock(
         pool,
@@ -283,121 +318,6 @@ def _check_fits(pool: PlacementPool | None, spec: EvaluatorSpec, samples: int) -
         per_sample=spec.sample_resource,
         max_batch_samples=samples,
     )
-
-
-def waiting_attempts(
-    plan: Plan, records: Sequence[TaskRecord], queued_at: float
-) -> Iterator[tuple[EvaluatorSpec, list[PlannedAttempt]] | None]:
-    """The attempts of these tasks that are to be started, batch by batch; batches without any are left out. None: it
-    may be interrupted here too.
-    """
-    # One Task object may stand for several tasks: the last of a list is the first of them.
-    by_task: defaultdict[int, list[TaskRecord]] = defaultdict(list)
-    backwards = records[::-1]
-    for begin in range(0, len(records), _PORTION):
-        for record in backwards[begin : begin + _PORTION]:
-            by_task[id(record.task)].append(record)
-        if begin + _PORTION < len(records):
-            yield None
-    for spec, batch in plan.batches:
-        attempts: list[PlannedAttempt] = []
-        made = 0
-        for task in batch.tasks:
-            record = by_task[id(task)].pop()
-            submission = record.submission
-            for subtask_no, subtask in enumerate(record.subtasks):
-                if subtask.state is not AttemptState.QUEUED:
-                    continue
-                attempts.append(
-                    PlannedAttempt(
-                        AttemptRef(record.task_id, subtask_no, subtask.attempt_no),
-                        task,
-                        subtask.first_sample_no,
-                        subtask.sample_count,
-                        submission.submission_id,
-                        submission.key.namespace,
-                        submission.batch_key,
-                        queued_at,
-                        record.iteration,
-                    )
-                )
-            if len(attempts) - made >= _PORTION:
-                made = len(attempts)
-                yield None
-        if spec.admits_subtasks_alone:
-            yield from ((spec, [attempt]) for attempt in attempts)
-        elif attempts:
-            yield spec, attempts
-
-
-def request_digest(request: SubmitRequest) -> bytes:
-    """What the same request has in common with itself when it is sent again.
-
-    The order of the keys of a JSON object says nothing: {"a": 1, "b": 2} and {"b": 2, "a": 1} are the same metadata.
-    """
-    try:
-        content = _encode_sorted((*_said_before(request), request.tasks, *_said_after(request)))
-    except _UNWRITABLE as error:
-        # A batch_id of np.int64(1) cannot be written down either: where the limits know the fault, they name its field.
-        check_submit(request)
-        raise _unwritable(error) from error
-    return hashlib.blake2b(content, digest_size=16).digest()
-
-
-def digesting(request: SubmitRequest) -> Generator[None, None, bytes]:
-    """`request_digest` in slices: of the same bytes, as they come one after another."""
-    before, after, tasks = _said_before(request), _said_after(request), request.tasks
-    hashed = hashlib.blake2b(_list_head(len(before) + 1 + len(after)), digest_size=16)
-    try:
-        hashed.update(b"".join(map(_encode_sorted, before)))
-        hashed.update(_list_head(len(tasks)))
-        size = 0
-        for encoded in map(_encode_sorted, tasks):
-            hashed.update(encoded)
-            size += len(encoded)
-            if size > _PORTION_BYTES:
-                size = 0
-                yield
-        hashed.update(b"".join(map(_encode_sorted, after)))
-    except _UNWRITABLE as error:
-        yield from checking_submit(request)
-        raise _unwritable(error) from error
-    return hashed.digest()
-
-
-def _said_before(request: SubmitRequest) -> tuple[str, BatchId]:
-    return request.key.namespace, request.key.batch_id
-
-
-def _said_after(request: SubmitRequest) -> tuple[IterationContext | None, Delivery]:
-    return request.iteration, request.delivery
-
-
-def _list_head(count: int) -> bytes:
-    """What stands before the items of a list: a None is one byte."""
-    encoded = _encode_sorted((None,) * count)
-    return encoded[: len(encoded) - count]
-
-
-def _unwritable(error: Exception) -> InvalidArgumentError:
-    reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
-    return InvalidArgumentError(reason, "tasks[].metadata")
-
-
-def abort_digest(request: AbortRequest) -> bytes:
-    """As `request_digest`. Whether and how long a call waits is no part of what it does."""
-    selector = request.selector
-    said = ("abort", *_named(selector), request.task_ids, request.keep_partial, request.restart_runners)
-    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
-
-
-def discard_digest(selector: SubmissionSelector) -> bytes:
-    """As `request_digest`."""
-    return hashlib.blake2b(msgspec.msgpack.encode(("discard", *_named(selector))), digest_size=16).digest()
-
-
-def _named(selector: SubmissionSelector) -> tuple[str, BatchId | None]:
-    return selector.submission_id, selector.batch_id
 
 
 def _check_batches(batches: Sequence[Batch], tasks: Sequence[Task]) -> Generator[None, None, None]:

@@ -7,23 +7,25 @@ own.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 from bisect import bisect_right
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from py_scheduler.domain.events import AttemptEnded
 from py_scheduler.domain.ports import SERVICE
-from py_scheduler.scheduler.intake import Intake, waiting_attempts
 from py_scheduler.scheduler.ledger.commands import EndStopped, InterruptAttempt
 from py_scheduler.scheduler.ledger.snapshots import is_of_result, result_of, service_of, submission_of
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings
+from py_scheduler.scheduler.queue.admission import waiting_attempts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AsyncExitStack
 
     from py_scheduler.domain.collecting import TaskResult
     from py_scheduler.domain.evaluator import EvaluatorSpec
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import Clock, Journal, Snapshot
     from py_scheduler.domain.trajectory import Trajectory
     from py_scheduler.execution.attempt import PlannedAttempt
+    from py_scheduler.scheduler.intake import Intake
     from py_scheduler.scheduler.ledger.ledger import Ledger
     from py_scheduler.scheduler.ledger.records import TaskRecord
     from py_scheduler.scheduler.ledger.service_facts import ServiceFacts
@@ -61,6 +64,41 @@ class FoldResult(msgspec.Struct):
                 sequences for task_id, sequences in bare if task_id in kept or ledger.task(task_id) is not None
             )
         )
+
+
+class StoredState:
+    """What an engine's journal holds: taken and read once, also before the engine starts."""
+
+    def __init__(self, journal: Journal, ledger: Ledger) -> None:
+        self._journal = journal
+        self._ledger = ledger
+        self._is_taken = False
+        self.folded: FoldResult | None = None
+        """Of what was read."""
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """See `Engine.open_journal`."""
+        if self._is_taken:
+            return
+        self._is_taken = True
+        stack.push_async_callback(self._journal.close)
+        opening = asyncio.create_task(asyncio.to_thread(self._journal.open))
+        try:
+            await asyncio.shield(opening)
+        finally:
+            while not opening.done():  # A thread takes no cancel, and `close` gives back only what it has taken.
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([opening])
+
+    def read(self) -> bool:
+        """Brings the ledger to where the last process left it, and blocks meanwhile. False: it was read before. After
+        `open`. Raises JournalError.
+        """
+        if self.folded is not None:
+            return False
+        with collector_at_rest():
+            self.folded = fold(self._journal, self._ledger)
+        return True
 
 
 async def restore(
@@ -207,5 +245,5 @@ def open_batches(
     """Everything that is to be started, batched anew, submission by submission."""
     for submission in ledger.open_submissions():
         records = list(submission.open_tasks.values())
-        waiting = waiting_attempts(intake.batch([record.task for record in records]), records, queued_at)
+        waiting = waiting_attempts(intake.batch([record.task for record in records]).batches, records, queued_at)
         yield from (batch for batch in waiting if batch is not None)

@@ -21,10 +21,10 @@ import msgspec
 from py_scheduler.domain.events import AbortRequested, StopCause
 from py_scheduler.domain.requests import AbortReply, AbortRequest
 from py_scheduler.domain.values.plain import safe_text
-from py_scheduler.errors import AlreadyExistsError, NotFoundError
+from py_scheduler.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
 from py_scheduler.execution.deadlines import Deadlines
-from py_scheduler.scheduler.intake import abort_digest
 from py_scheduler.scheduler.ledger.commands import EndStopped, StopTasks
+from py_scheduler.scheduler.ledger.state import abort_digest
 from py_scheduler.scheduler.slices import Backlog, at_once
 from py_scheduler.scheduler.supervisor import EVERYTHING, TaskScope
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+_LAST_COMMIT_SECONDS = 2.0
 
 _AT_ONCE = 64
 """So many tasks are stopped and ended within one turn of the loop, if they have no more SubTasks than that."""
@@ -330,7 +332,9 @@ class Stops:
         await self._supervisor.wait_stopped(TaskScope(submission.submission_id, frozenset(task_ids)))
 
     async def drain(self, grace_seconds: float, *, ends_what_is_open: bool) -> None:
-        """Begins no attempt any more. Returns when nothing runs, or the grace is over and what it stopped has ended."""
+        """Begins no attempt any more. Returns when nothing runs, or the grace is over and what it stopped has ended;
+        and when the journal has what happened.
+        """
         self._supervisor.is_draining = True
         try:
             async with asyncio.timeout(grace_seconds):
@@ -341,3 +345,9 @@ class Stops:
             for submission in self._ledger.open_submissions():
                 await asyncio.shield(self.stop(submission, (), StopCause.SHUTDOWN, "the server is shutting down"))
             await self._supervisor.wait_stopped(EVERYTHING)
+        try:
+            # Streams end with what is committed by then: what happened last is to be in it.
+            async with asyncio.timeout(_LAST_COMMIT_SECONDS):
+                await self._event_log.wait_committed(self._ledger.last_sequence)
+        except (TimeoutError, ResourceExhaustedError):
+            logger.warning("the journal did not take the last events: streams end without them")

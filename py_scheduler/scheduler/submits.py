@@ -16,24 +16,26 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.task import SubmissionKey
 from py_scheduler.errors import FailedPreconditionError
-from py_scheduler.scheduler.intake import digesting
+from py_scheduler.scheduler.intake import command_of
 from py_scheduler.scheduler.ledger.records import task_ids_of
+from py_scheduler.scheduler.ledger.state import digesting
 from py_scheduler.scheduler.slices import Backlog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.ports import Clock
-    from py_scheduler.domain.requests import SubmitReply, SubmitRequest
-    from py_scheduler.domain.task import Batch, SubmissionKey
-    from py_scheduler.scheduler.intake import Intake, Plan
+    from py_scheduler.domain.requests import SubmissionSelector, SubmitReply, SubmitRequest
+    from py_scheduler.domain.task import Batch
+    from py_scheduler.scheduler.intake import Intake, IntakeLimits, Plan
     from py_scheduler.scheduler.ledger.commands import AcceptTasks
     from py_scheduler.scheduler.ledger.ledger import Ledger
     from py_scheduler.scheduler.ledger.records import RequestRecord
 
     Reading = Generator[None, None, SubmitRequest]
-    CommandOf = Callable[[SubmitRequest, bytes, Plan], AcceptTasks]
     Record = Callable[[AcceptTasks, Plan], None]
 
 _IDS_AT_ONCE = 1_024
@@ -56,15 +58,13 @@ class _Arrived:
 
 
 class LargeSubmits:
-    """Of one engine, which hands in what of it is the same for small ones.
+    """Of one engine. record: decides, and lets what was accepted wait for room."""
 
-    command_of: raises what a request is refused with. record: decides, and raises likewise.
-    """
-
-    def __init__(self, intake: Intake, ledger: Ledger, clock: Clock, command_of: CommandOf, record: Record) -> None:
+    def __init__(self, intake: Intake, limits: IntakeLimits, ledger: Ledger, clock: Clock, record: Record) -> None:
         self._intake = intake
+        self._limits = limits
         self._ledger = ledger
-        self._command_of = command_of
+        self._clock = clock
         self._record = record
         self._backlog = Backlog(clock)
         self.lines: dict[str, deque[_Arrived]] = {}
@@ -81,8 +81,19 @@ class LargeSubmits:
             line.append(arrived)
         return await asyncio.shield(arrived.answered)
 
-    async def wait_decided(self, key: SubmissionKey) -> None:
-        """Returns when what has arrived under this key is decided."""
+    async def wait_decided(self, selector: SubmissionSelector | CollectRequest) -> None:
+        """Returns when what has arrived before for this submission is in it: whoever gives up a submit and then aborts
+        it means all of its tasks.
+        """
+        if not self.lines:
+            return
+        submission = self._ledger.state.find(selector) if selector.submission_id else None
+        if submission is not None:
+            await self._wait_decided(submission.key)
+        elif selector.batch_id is not None:
+            await self._wait_decided(SubmissionKey(selector.batch_id, selector.namespace))
+
+    async def _wait_decided(self, key: SubmissionKey) -> None:
         for arrived in reversed(self.lines.get(key.namespace, ())):
             if arrived.key == key:
                 await asyncio.wait([arrived.answered])
@@ -115,9 +126,10 @@ class LargeSubmits:
         answered = requests.repeated(namespace, request.request_id, digest)
         if answered is None:
             plan = yield from self._intake.planning(request, batches)
-            # What will be refused anyway is not prepared first.
-            command = self._command_of(request, digest, plan)
+            command = command_of(request, digest, plan, self._clock)
+            self._limits.check(command)  # What will be refused anyway is not prepared first.
             command = yield from self._ledger.preparing(command)
+            self._limits.check(command)  # Others were decided meanwhile.
             self._record(command, plan)
             answered = requests.find(namespace, request.request_id)
             assert answered is not None

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from py_scheduler.domain.limits import MAX_WAITING_SHOWN
-from py_scheduler.domain.requests import EvaluatorSpecView, GenerationBackendView, SubmissionView
+from py_scheduler.domain.requests import EvaluatorSpecView, GenerationBackendView, ServerInfo, SubmissionView
 from py_scheduler.domain.results import AttemptState, TaskState
 from py_scheduler.errors import GenerationError
+from py_scheduler.scheduler.leases.manager import node_view
 from py_scheduler.scheduler.ledger.records import submission_and_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
     from py_scheduler.domain.explanations import TaskExplanation
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import GenerationBackend
     from py_scheduler.domain.requests import SubmissionSelector
     from py_scheduler.domain.runners.runner import RunnerView
+    from py_scheduler.execution.generation.gateway import GenerationGateway
     from py_scheduler.execution.runner import Runners
+    from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.ledger.state import LedgerState
     from py_scheduler.scheduler.queue.explanations import WaitingReasons
     from py_scheduler.scheduler.retry_backoff import RetryBackoffs
@@ -86,6 +89,24 @@ class Views:
         _, number = submission_and_number(view.task_id)
         workflow_id = f"{submission.key.batch_id}/{number}/{view.sample_no}"
         return msgspec.structs.replace(view, keys={_WORKFLOW_ID: workflow_id, **view.keys})
+
+
+async def server_view(
+    version: str,
+    specs: Iterable[EvaluatorSpec],
+    generation: GenerationGateway,
+    backends: Mapping[str, GenerationBackend],
+    pool: PlacementPool | None,
+) -> ServerInfo:
+    """See `Engine.server_info`. backends: by role."""
+    return ServerInfo(
+        version=version,
+        evaluators=tuple(map(evaluator_view, specs)),
+        engines=tuple(
+            [await engine_view(role, engine, is_up=generation.is_up(role)) for role, engine in backends.items()]
+        ),
+        nodes=tuple(map(node_view, pool.nodes())) if pool is not None else (),
+    )
 
 
 def evaluator_view(spec: EvaluatorSpec) -> EvaluatorSpecView:

@@ -5,33 +5,42 @@ Invariants
   1. A task is here exactly as long as it is open, and `open_samples` and `open_tasks_in` count these.
   2. A key finds the newest of the submissions that had it.
   3. What lies in another namespace than the one that is asked about is not found.
-  4. A request id is one call of its namespace: other content under it is refused.
+  4. A request id is one call of its namespace: other content under it is refused. Content is known by its digest.
   5. What a call did is known as long as its submission is. The submission's record has it too, and so its snapshot.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.limits import check_submit, checking_submit
 from py_scheduler.domain.results import AttemptState
 from py_scheduler.domain.task import SubmissionKey
-from py_scheduler.errors import AlreadyExistsError, NotFoundError
+from py_scheduler.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from py_scheduler.scheduler.ledger.kept_results import KeptResults
 from py_scheduler.scheduler.ledger.records import WAITING, RequestRecord, SubmissionRecord, TaskRecord
 from py_scheduler.scheduler.ledger.service_facts import ServiceFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
 
     from py_scheduler.domain.collecting import CollectRequest
     from py_scheduler.domain.episodes.weight_history import WeightHistory
     from py_scheduler.domain.generation import Endpoints
-    from py_scheduler.domain.requests import SubmissionSelector
+    from py_scheduler.domain.requests import AbortRequest, Delivery, SubmissionSelector, SubmitRequest
+    from py_scheduler.domain.task import BatchId
+    from py_scheduler.domain.training.iteration import IterationContext
     from py_scheduler.scheduler.ledger.dynamic_timeout import TrainingHistory
+
+_DIGESTED_BYTES = 64 << 10
+"""Of the tasks of a request, between two slices."""
+_UNWRITABLE = (TypeError, ValueError, RecursionError, OverflowError)
+_encode_sorted = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 class RememberedRequests:
@@ -195,3 +204,73 @@ class LedgerState:
     def history(self) -> TrainingHistory:
         """What training came to so far."""
         return self.service.history
+
+
+def request_digest(request: SubmitRequest) -> bytes:
+    """What the same request has in common with itself when it is sent again.
+
+    The order of the keys of a JSON object says nothing: {"a": 1, "b": 2} and {"b": 2, "a": 1} are the same metadata.
+    """
+    try:
+        content = _encode_sorted((*_said_before(request), request.tasks, *_said_after(request)))
+    except _UNWRITABLE as error:
+        # A batch_id of np.int64(1) cannot be written down either: where the limits know the fault, they name its field.
+        check_submit(request)
+        raise _unwritable(error) from error
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def digesting(request: SubmitRequest) -> Generator[None, None, bytes]:
+    """`request_digest` in slices: of the same bytes, as they come one after another."""
+    before, after, tasks = _said_before(request), _said_after(request), request.tasks
+    hashed = hashlib.blake2b(_list_head(len(before) + 1 + len(after)), digest_size=16)
+    try:
+        hashed.update(b"".join(map(_encode_sorted, before)))
+        hashed.update(_list_head(len(tasks)))
+        size = 0
+        for encoded in map(_encode_sorted, tasks):
+            hashed.update(encoded)
+            size += len(encoded)
+            if size > _DIGESTED_BYTES:
+                size = 0
+                yield
+        hashed.update(b"".join(map(_encode_sorted, after)))
+    except _UNWRITABLE as error:
+        yield from checking_submit(request)
+        raise _unwritable(error) from error
+    return hashed.digest()
+
+
+def _said_before(request: SubmitRequest) -> tuple[str, BatchId]:
+    return request.key.namespace, request.key.batch_id
+
+
+def _said_after(request: SubmitRequest) -> tuple[IterationContext | None, Delivery]:
+    return request.iteration, request.delivery
+
+
+def _list_head(count: int) -> bytes:
+    """What stands before the items of a list: a None is one byte."""
+    encoded = _encode_sorted((None,) * count)
+    return encoded[: len(encoded) - count]
+
+
+def _unwritable(error: Exception) -> InvalidArgumentError:
+    reason = f"only JSON values, with integers of 64 bits at most, can be stored: {error}"
+    return InvalidArgumentError(reason, "tasks[].metadata")
+
+
+def abort_digest(request: AbortRequest) -> bytes:
+    """As `request_digest`. Whether and how long a call waits is no part of what it does."""
+    selector = request.selector
+    said = ("abort", *_named(selector), request.task_ids, request.keep_partial, request.restart_runners)
+    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
+
+
+def discard_digest(selector: SubmissionSelector) -> bytes:
+    """As `request_digest`."""
+    return hashlib.blake2b(msgspec.msgpack.encode(("discard", *_named(selector))), digest_size=16).digest()
+
+
+def _named(selector: SubmissionSelector) -> tuple[str, BatchId | None]:
+    return selector.submission_id, selector.batch_id

@@ -9,8 +9,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from py_scheduler.domain.events import AttemptRef
+from py_scheduler.domain.results import AttemptState
+from py_scheduler.execution.attempt import PlannedAttempt
 from py_scheduler.scheduler.ledger.commands import LeaseAttempts
 from py_scheduler.scheduler.queue.entries import ReadyBatch, ReadyLease
 from py_scheduler.scheduler.queue.explanations import WaitingReasons
@@ -21,16 +25,17 @@ from py_scheduler.scheduler.queue.room import Room, StrandedToken
 from py_scheduler.scheduler.queue.shares import Shares, supply_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
-    from py_scheduler.domain.events import AttemptRef
     from py_scheduler.domain.leases import PlacementDemand
     from py_scheduler.domain.ports import Clock
     from py_scheduler.domain.quotas import NamespaceSettings
     from py_scheduler.domain.resources import PlacementToken, Resource
-    from py_scheduler.execution.attempt import PlannedAttempt, RunningAttempt
+    from py_scheduler.domain.task import Batch
+    from py_scheduler.execution.attempt import RunningAttempt
     from py_scheduler.placement import Lease, PlacementPool
+    from py_scheduler.scheduler.ledger.records import TaskRecord
     from py_scheduler.scheduler.log.recorder import Recorder
     from py_scheduler.scheduler.queue.entries import ReadyEntry
     from py_scheduler.scheduler.queue.quotas import Quotas
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 
 _TURN_SECONDS = 0.002
 _LEASED_AT_ONCE = 4_096
+_ATTEMPTS_AT_ONCE = 256
 _LOOKS = 64
 """Heads that may be looked at before a turn is seen to be over: some microseconds each."""
 
@@ -82,6 +88,18 @@ class Admission:
             gate.opened = self._wake.set
         self.is_stopped = False
         self.reasons = WaitingReasons(self._queue, recorder.ledger, clock, gate)
+
+    def enqueueing(
+        self, batches: Iterable[tuple[EvaluatorSpec, Batch]], records: Sequence[TaskRecord]
+    ) -> Generator[None, None, None]:
+        """Adds what is to be started of these tasks, batch by batch, in slices. What ends before that never waits."""
+        is_waiting = self._recorder.ledger.is_waiting
+        for waiting in waiting_attempts(batches, records, self._clock.monotonic()):
+            if waiting is not None:
+                spec, attempts = waiting
+                if live := [attempt for attempt in attempts if is_waiting(attempt.ref)]:
+                    self.enqueue(spec, live)
+            yield
 
     def enqueue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         """Adds one batch: attempts of one submission and one spec."""
@@ -262,3 +280,48 @@ class Admission:
             return False
         entry.grant(lease)
         return True
+
+
+def waiting_attempts(
+    batches: Iterable[tuple[EvaluatorSpec, Batch]], records: Sequence[TaskRecord], queued_at: float
+) -> Iterator[tuple[EvaluatorSpec, list[PlannedAttempt]] | None]:
+    """The attempts of these tasks that are to be started, batch by batch; batches without any are left out. None: it
+    may be interrupted here too.
+    """
+    # One Task object may stand for several tasks: the last of a list is the first of them.
+    by_task: defaultdict[int, list[TaskRecord]] = defaultdict(list)
+    backwards = records[::-1]
+    for begin in range(0, len(records), _ATTEMPTS_AT_ONCE):
+        for record in backwards[begin : begin + _ATTEMPTS_AT_ONCE]:
+            by_task[id(record.task)].append(record)
+        if begin + _ATTEMPTS_AT_ONCE < len(records):
+            yield None
+    for spec, batch in batches:
+        attempts: list[PlannedAttempt] = []
+        made = 0
+        for task in batch.tasks:
+            record = by_task[id(task)].pop()
+            submission = record.submission
+            for subtask_no, subtask in enumerate(record.subtasks):
+                if subtask.state is not AttemptState.QUEUED:
+                    continue
+                attempts.append(
+                    PlannedAttempt(
+                        AttemptRef(record.task_id, subtask_no, subtask.attempt_no),
+                        task,
+                        subtask.first_sample_no,
+                        subtask.sample_count,
+                        submission.submission_id,
+                        submission.key.namespace,
+                        submission.batch_key,
+                        queued_at,
+                        record.iteration,
+                    )
+                )
+            if len(attempts) - made >= _ATTEMPTS_AT_ONCE:
+                made = len(attempts)
+                yield None
+        if spec.admits_subtasks_alone:
+            yield from ((spec, [attempt]) for attempt in attempts)
+        elif attempts:
+            yield spec, attempts

@@ -12,7 +12,7 @@ from py_scheduler.domain.requests import Delivery, SubmitRequest
 from py_scheduler.domain.task import BatchId, SubmissionKey, Task, TaskConfig
 from py_scheduler.domain.training.iteration import IterationContext
 from py_scheduler.errors import InvalidArgumentError
-from py_scheduler.scheduler.intake import digesting, request_digest
+from py_scheduler.scheduler.ledger.state import digesting, request_digest
 from py_scheduler.scheduler.slices import at_once
 from tests.support.strategies import batch_ids, iterations, json_objects, tasks
 
