@@ -19,7 +19,7 @@ from py_scheduler.commands.views.simulate_plots import MOST_DRAWN, draw_simulati
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.knobs import KNOBS, Kind, Knob, Override, add_flags, overrides_of
 from py_scheduler.simulation.simulate import LostNode, SimulationSettings, simulate
-from py_scheduler.simulation.traces import SUFFIXES, read_trace
+from py_scheduler.simulation.traces import is_trace, read_trace
 from py_scheduler.simulation.workload import DrawnWorkload, SimulatedStep, parse_distribution
 
 if TYPE_CHECKING:
@@ -150,9 +150,8 @@ def run_simulations(options: argparse.Namespace, console: Console) -> int:
 
 def _workload(options: argparse.Namespace) -> DrawnWorkload | list[SimulatedStep]:
     """A file has steps of its own: what says how to draw them says nothing then."""
-    path = Path(options.workload)
-    if path.suffix in SUFFIXES and ":" not in options.workload:
-        return read_trace(path)
+    if is_trace(options.workload):
+        return read_trace(Path(options.workload))
     return DrawnWorkload(
         distribution=parse_distribution(options.workload),
         steps=options.steps,
@@ -180,7 +179,7 @@ def _config(options: argparse.Namespace, overrides: Sequence[Override]) -> Confi
 
 def _settings(options: argparse.Namespace, ahead: str | None) -> SimulationSettings:
     if ahead is None:
-        ahead = "all" if Path(options.workload).suffix in SUFFIXES else "0"
+        ahead = "all" if is_trace(options.workload) else "0"
     if ahead != "all" and not ahead.isdecimal():
         raise InvalidArgumentError(f'is {ahead!r}, must be a whole number or "all"', "--ahead")
     return SimulationSettings(

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import csv
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.domain.task import BatchId
+from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId, SubmissionKey
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.rollout.files.parquet import load_pyarrow
 from py_scheduler.simulation.workload import SimulatedStep, SimulatedTask
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
 SUFFIXES = (".csv", ".parquet", ".jsonl")
 
 
 class TraceRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One sample. Rows of one step and group are a task; a row without a group is one by itself."""
+    """One sample. Rows of one namespace, step and group are a task; a row without a group is one by itself."""
 
     seconds: float
     """Of its run."""
@@ -37,13 +37,14 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """When its step was submitted, from the beginning; that of the step's first row counts."""
     evaluator_id: str = ""
     is_eval: bool = False
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class _Step:
     """What is known of a step while its rows come."""
 
-    def __init__(self, batch_id: BatchId, at_seconds: float) -> None:
-        self.batch_id = batch_id
+    def __init__(self, key: SubmissionKey, at_seconds: float) -> None:
+        self.key = key
         self.at_seconds = at_seconds
         self.groups: dict[tuple[bool, str, str], list[TraceRow]] = {}
 
@@ -60,7 +61,19 @@ class _Step:
                     tuple([row.seconds for row in rows]), eval_seconds if any(eval_seconds) else (), evaluator_id
                 )
             )
-        return SimulatedStep(*tasks, at_seconds=self.at_seconds, batch_id=self.batch_id)
+        return _submitted(self.key, self.at_seconds, tasks)
+
+
+def _submitted(
+    key: SubmissionKey, at_seconds: float, tasks: tuple[list[SimulatedTask], list[SimulatedTask]]
+) -> SimulatedStep:
+    """tasks: those to train on, and evals."""
+    return SimulatedStep(*tasks, at_seconds=at_seconds, batch_id=key.batch_id, namespace=key.namespace)
+
+
+def is_trace(workload: str) -> bool:
+    """Whether this names a file that `read_trace` reads, and not a distribution."""
+    return ":" not in workload and Path(workload).suffix in SUFFIXES
 
 
 def read_trace(path: Path) -> list[SimulatedStep]:
@@ -82,11 +95,12 @@ def read_trace(path: Path) -> list[SimulatedStep]:
 
 
 def _steps(rows: Iterable[TraceRow]) -> list[SimulatedStep]:
-    steps: dict[BatchId, _Step] = {}
+    steps: dict[SubmissionKey, _Step] = {}
     for row in rows:
-        step = steps.get(row.step)
+        key = SubmissionKey(row.step, row.namespace)
+        step = steps.get(key)
         if step is None:
-            step = steps[row.step] = _Step(row.step, row.at_seconds)
+            step = steps[key] = _Step(key, row.at_seconds)
         step.add(row)
     return [step.made() for step in sorted(steps.values(), key=lambda step: step.at_seconds)]
 
@@ -174,7 +188,7 @@ class _Recorded:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._began: float | None = None
-        self._submits: list[tuple[float, BatchId, list[str]]] = []
+        self._submits: list[tuple[SubmissionKey, float, list[str]]] = []
         self._tasks: dict[str, dict[str, Any]] = {}
         self._seconds: dict[str, dict[int, tuple[float, float]]] = {}
 
@@ -199,7 +213,8 @@ class _Recorded:
         for accepted in event["tasks"]:
             ids.append(accepted["task_id"])
             self._tasks[accepted["task_id"]] = accepted["task"]["config"]
-        self._submits.append((max(event["unix_seconds"] - self._began, 0.0), event["batch_id"], ids))
+        key = SubmissionKey(event["batch_id"], event["namespace"])
+        self._submits.append((key, max(event["unix_seconds"] - self._began, 0.0), ids))
 
     def _ended(self, event: dict[str, Any]) -> None:
         ended = self._seconds.setdefault(event["task_id"], {})
@@ -207,7 +222,7 @@ class _Recorded:
             timings = sample["timings"]
             ended[sample["sample_no"]] = timings["run_seconds"], timings["eval_seconds"]
 
-    def _step(self, at_seconds: float, batch_id: BatchId, ids: list[str]) -> SimulatedStep | None:
+    def _step(self, key: SubmissionKey, at_seconds: float, ids: list[str]) -> SimulatedStep | None:
         """None when none of its samples has ended."""
         tasks: tuple[list[SimulatedTask], list[SimulatedTask]] = ([], [])
         for task_id in ids:
@@ -216,4 +231,4 @@ class _Recorded:
                 run, scoring = zip(*[ended[number] for number in sorted(ended)], strict=True)
                 task = SimulatedTask(run, scoring if any(scoring) else (), config["task_type"])
                 tasks[bool(config.get("is_eval"))].append(task)
-        return SimulatedStep(*tasks, at_seconds=at_seconds, batch_id=batch_id) if any(tasks) else None
+        return _submitted(key, at_seconds, tasks) if any(tasks) else None

@@ -11,7 +11,7 @@ import msgspec
 from py_scheduler.domain.events import AttemptEnded, TaskDone
 from py_scheduler.domain.limits import MAX_SAMPLES_PER_CALL, MAX_TASKS_PER_CALL
 from py_scheduler.domain.requests import EventFilter, EventKind, SubmissionSelector, SubmitRequest
-from py_scheduler.domain.task import BatchId, RetryPolicy, SubmissionKey, Task, TaskConfig
+from py_scheduler.domain.task import RetryPolicy, SubmissionKey, Task, TaskConfig
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError
 from py_scheduler.simulation.spans import Spans
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from py_scheduler.simulation.virtual_time import VirtualClock
     from py_scheduler.simulation.workload import SimulatedStep, SimulatedTask
 
-_HEARD = EventFilter(kinds=frozenset({EventKind.ATTEMPT_ENDED, EventKind.TASK_DONE}))
+_HEARD = frozenset({EventKind.ATTEMPT_ENDED, EventKind.TASK_DONE})
 _REASONS_SHOWN = 3
 
 
 class _Open:
     """A submission of which something is still to come: the tasks of a step, or its evals."""
 
-    def __init__(self, step: int, batch_id: BatchId, submitted: float, *, is_eval: bool) -> None:
+    def __init__(self, step: int, key: SubmissionKey, submitted: float, *, is_eval: bool) -> None:
         self.step = step
-        self.batch_id = batch_id
+        self.key = key
         self.is_eval = is_eval
         self.submitted = submitted
         self.submission_id = ""
@@ -72,6 +72,8 @@ class Trainer:
         self._first_evaluator = next(iter(engine.specs))
         self._known: dict[str, _Known] = {}
         self._open: dict[_Open, None] = {}
+        self._hearing: dict[str, asyncio.Task[None]] = {}
+        """By namespace."""
         self._calls = 0
         self.submitted_tasks = 0
         self.planned_samples = 0
@@ -87,14 +89,14 @@ class Trainer:
         """Returns when all of it has ended. Raises what a submit raises."""
         try:
             async with asyncio.TaskGroup() as group:
-                hearing = group.create_task(self._hear())
-                await self._submit_all(steps)
-                hearing.cancel()
+                await self._submit_all(steps, group)
+                for hearing in self._hearing.values():
+                    hearing.cancel()
         except BaseExceptionGroup as faults:
             raise faults.exceptions[0] from None  # One ends both, and is told as itself.
 
-    async def _submit_all(self, steps: Iterable[SimulatedStep]) -> None:
-        """Returns when the last of it is done."""
+    async def _submit_all(self, steps: Iterable[SimulatedStep], group: asyncio.TaskGroup) -> None:
+        """Returns when the last of it is done. group: of those who hear, one in each namespace."""
         before: deque[_Open] = deque()
         for number, step in enumerate(steps):
             while self._ahead is not None and len(before) > self._ahead:
@@ -104,10 +106,13 @@ class Trainer:
             self.steps += 1
             batch_id = number if step.batch_id is None else step.batch_id
             if step.tasks:
-                before.append(self._submit(number, batch_id, step.tasks, is_eval=False))
+                key = SubmissionKey(batch_id, step.namespace)
+                before.append(self._submit(number, key, step.tasks, is_eval=False))
             if step.evals:
-                label = f"{batch_id}/eval" if step.tasks else batch_id
-                self._submit(number, label, step.evals, is_eval=True)
+                key = SubmissionKey(f"{batch_id}/eval" if step.tasks else batch_id, step.namespace)
+                self._submit(number, key, step.evals, is_eval=True)
+            if step.namespace not in self._hearing:
+                self._hearing[step.namespace] = group.create_task(self._hear(step.namespace))
         while self._open:
             await next(iter(self._open)).is_done.wait()
 
@@ -115,17 +120,17 @@ class Trainer:
         """What is left although nothing can happen any more: a deadlock, with the engine's own reasons."""
         said = []
         for submission in self._open:
-            view = self._engine.submission(SubmissionSelector(submission_id=submission.submission_id))
+            key = submission.key
+            selector = SubmissionSelector(submission_id=submission.submission_id, namespace=key.namespace)
+            view = self._engine.submission(selector)
             reasons = list(dict.fromkeys(waiting.reason for waiting in view.waiting))[:_REASONS_SHOWN]
-            said.append(
-                f"batch_id {submission.batch_id}: {submission.left:,} open, {'; '.join(reasons) or 'none waits'}"
-            )
+            said.append(f"batch_id {key.batch_id}: {submission.left:,} open, {'; '.join(reasons) or 'none waits'}")
         return FailedPreconditionError(
             f"the simulation stopped at {self._clock.monotonic():.1f} s with work left: {'. '.join(said) or 'none'}"
         )
 
-    def _submit(self, step: int, batch_id: BatchId, tasks: Sequence[SimulatedTask], *, is_eval: bool) -> _Open:
-        submission = _Open(step, batch_id, self._clock.monotonic(), is_eval=is_eval)
+    def _submit(self, step: int, key: SubmissionKey, tasks: Sequence[SimulatedTask], *, is_eval: bool) -> _Open:
+        submission = _Open(step, key, self._clock.monotonic(), is_eval=is_eval)
         self._open[submission] = None
         self._check(tasks)
         for chunk in _chunks(tasks):
@@ -142,7 +147,7 @@ class Trainer:
             reply = self._engine.accept(
                 SubmitRequest(
                     request_id=f"simulated-{self._calls}",
-                    key=SubmissionKey(batch_id),
+                    key=key,
                     tasks=tuple(map(self._task, known, chunk)),
                 )
             )
@@ -171,15 +176,15 @@ class Trainer:
             client_key=known.client_key,
         )
 
-    async def _hear(self) -> None:
-        async for frame in self._engine.watch(_HEARD, 0):
+    async def _hear(self, namespace: str) -> None:
+        async for frame in self._engine.watch(EventFilter(kinds=_HEARD, namespace=namespace), None):
             for record in frame.records:
                 if isinstance(record.event, AttemptEnded):
                     self._attempt_ended(record.event)
                 elif isinstance(record.event, TaskDone):
                     self._task_done(record.event)
             # What was heard need not be kept: a million samples take no more memory than a thousand.
-            self._engine.acknowledge(EventFilter(), frame.through_sequence)
+            self._engine.acknowledge(EventFilter(namespace=namespace), frame.through_sequence)
 
     def _attempt_ended(self, event: AttemptEnded) -> None:
         if event.next_attempt_no:

@@ -51,6 +51,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._calls_outside = 0
         self.when_idle: Callable[[], None] | None = None
         super().__init__(_Selector(self))
+        self._move_to(0.0)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -68,10 +69,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
                 raise RuntimeError("nothing is left that could happen in this loop, and somebody still waits")
             self.when_idle()
             return
-        self._now += max(seconds, 0.0)
+        self._move_to(self._now + max(seconds, 0.0))
+
+    def _move_to(self, now: float) -> None:
+        self._now = now
         # The loop calls what is due before `time() + _clock_resolution`. With less than a step of the float a timer of
         # this very moment would never be due; with more than that, one of a later moment would be called too early.
-        self._clock_resolution = math.ulp(self._now)
+        self._clock_resolution = math.ulp(now)
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*_Arguments], _Result], *args: *_Arguments

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from py_scheduler.domain.task import BatchId
+from py_scheduler.domain.task import DEFAULT_NAMESPACE, BatchId
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -30,10 +30,6 @@ class SimulatedTask(msgspec.Struct, frozen=True, gc=False):
     evaluator_id: str = ""
     """Empty: the first of the configuration."""
 
-    def held_seconds(self, sample_no: int) -> float:
-        """As long as the sample holds its room if nothing goes wrong."""
-        return self.run_seconds[sample_no] + (self.eval_seconds[sample_no] if self.eval_seconds else 0.0)
-
 
 class SimulatedStep(msgspec.Struct, frozen=True):
     """What is submitted together. A barrier waits for `tasks`, and never for `evals`."""
@@ -44,6 +40,7 @@ class SimulatedStep(msgspec.Struct, frozen=True):
     """Not before this moment of the simulation."""
     batch_id: BatchId | None = None
     """None: its number, from 0. Evals beside tasks have a label of their own."""
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class DurationDistribution(msgspec.Struct, frozen=True, kw_only=True):

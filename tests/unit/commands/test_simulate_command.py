@@ -98,6 +98,17 @@ def test_durations_from_a_file_and_a_layout_of_its_own(
     assert run["makespan_seconds"] % 10 == 0
 
 
+def test_numbers_to_draw_from_make_a_barrier_whatever_their_file_is_called(
+    specs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for name in ("seconds.txt", "seconds.csv"):
+        (tmp_path / name).write_text("30\n10\n20\n")
+        assert main(["simulate", specs, "--workload", f"empirical:{tmp_path / name}", "--steps=2", "--json"]) == 0
+        runs.append(json.loads(capsys.readouterr().out))
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -17,6 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from py_scheduler import app
+from py_scheduler.domain.quotas import NamespaceSettings
 from py_scheduler.domain.task import RetryPolicy
 from py_scheduler.errors import FailedPreconditionError, InvalidArgumentError, UnplaceableError
 from py_scheduler.simulation import simulate as simulate_module
@@ -136,6 +137,15 @@ def test_a_step_of_a_trace_comes_at_its_moment() -> None:
     steps = [SimulatedStep(tasks((10.0,)), at_seconds=at) for at in (5.0, 7.0, 100.0)]
     spans = simulate(cluster(), steps, SimulationSettings(ahead=None)).spans
     assert list(spans.started) == [5.0, 7.0, 100.0]
+
+
+def test_namespaces_have_their_shares() -> None:
+    """One batch runs at a time, and b weighs three times what a does."""
+    config = msgspec.structs.replace(cluster(share=8), namespace={"b": NamespaceSettings(weight=3.0)})
+    steps = [SimulatedStep(tasks(*[(10.0,)] * 12), batch_id=7, namespace=name) for name in "ab"]
+    spans = simulate(config, steps, SimulationSettings(ahead=None)).spans
+    first = np.asarray(spans.step)[np.argsort(spans.started)][:12]
+    assert 8 <= np.count_nonzero(first == 1) <= 10
 
 
 # What goes wrong

@@ -46,6 +46,16 @@ def test_a_table_of_samples(tmp_path: Path) -> None:
     assert read_trace(path) == STEPS
 
 
+def test_steps_of_two_namespaces_may_have_the_same_number(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("seconds,step,namespace\n1,7,a\n2,7,b\n3,7,\n4,7,a\n")
+    assert read_trace(path) == [
+        SimulatedStep([SimulatedTask((1.0,)), SimulatedTask((4.0,))], [], batch_id=7, namespace="a"),
+        SimulatedStep([SimulatedTask((2.0,))], [], batch_id=7, namespace="b"),
+        SimulatedStep([SimulatedTask((3.0,))], [], batch_id=7, namespace="default"),
+    ]
+
+
 def test_the_same_as_parquet(tmp_path: Path) -> None:
     rows = [
         dict(zip(TABLE.splitlines()[0].split(","), line.split(","), strict=True)) for line in TABLE.splitlines()[1:]
@@ -115,17 +125,20 @@ def test_what_a_server_recorded(tmp_path: Path) -> None:
     tasks = [{"task_id": name, "task": {"config": {"task_type": "math", "is_eval": name == "e"}}} for name in "abe"]
     path.write_bytes(
         event("TrainingResumed")
-        + event("TasksAccepted", unix_seconds=100.0, batch_id="7", tasks=tasks)
+        + event("TasksAccepted", unix_seconds=100.0, batch_id="7", tasks=tasks, namespace="team")
         + event("AttemptStarted", task_id="a")
         + event("AttemptEnded", task_id="a", samples=[])  # It was tried again.
         + ended("e", 3.0)
         + ended("a", 1.0, 2.0)
-        + event("TasksAccepted", unix_seconds=99.0, batch_id=8, tasks=[{**tasks[0], "task_id": "late"}])
+        + event("TasksAccepted", unix_seconds=99.0, batch_id=8, tasks=[tasks[0] | {"task_id": "x"}], namespace="team")
         + b"\n"
     )
     (step,) = read_trace(path)
     assert step == SimulatedStep(
-        [SimulatedTask((1.0, 2.0), evaluator_id="math")], [SimulatedTask((3.0,), evaluator_id="math")], batch_id="7"
+        [SimulatedTask((1.0, 2.0), evaluator_id="math")],
+        [SimulatedTask((3.0,), evaluator_id="math")],
+        batch_id="7",
+        namespace="team",
     ), "of b and of the later submit no sample has ended"
 
 

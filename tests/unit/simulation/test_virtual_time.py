@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from py_scheduler.simulation.virtual_time import run_in_virtual_time
@@ -38,6 +38,8 @@ def test_days_pass_in_no_time() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1e8), min_size=1, max_size=20), st.floats(0.0, 1e8))
+@example([0.0, 1e-116], 0.0)
+@example([1.0, 1.0 + 2e-16], 1e8)
 def test_each_timer_is_called_at_its_own_moment_and_in_order(delays: list[float], start: float) -> None:
     """Also where a second is less than a step of the float beside the time that has passed."""
 
