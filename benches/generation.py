@@ -105,7 +105,7 @@ async def measure(base_url: str, rounds: int) -> list[Row]:
                     record.append_generation(
                         await backends[streaming].generate(request(number, len(ids), streaming)), "student"
                     )
-                    assert record.token_ids.tolist() == ids
+                    assert record.token_ids == ids
 
                 return generate
 

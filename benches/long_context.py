@@ -34,7 +34,7 @@ async def conversation(backend: SglangBackend, turns: int, tokens: int) -> tuple
         record.append_generation(await backend.generate(request), "student")
         seconds.append(time.process_time() - begun)
         carried += len(record.prompt().json())
-    assert record.token_ids.tolist() == ids * (2 * turns)
+    assert record.token_ids == ids * (2 * turns)
     return seconds, carried
 
 

@@ -49,7 +49,7 @@ class Episode(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The context so far: everything observed and generated."""
+        """The context so far: everything observed and generated. Each look makes a list of the caller's own."""
         ...
 
     @property

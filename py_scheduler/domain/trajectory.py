@@ -102,10 +102,11 @@ EMPTY_TRAJECTORY = Trajectory()
 class TrajectoryBuilder:
     """Appends only: what was said once is never tokenised again."""
 
-    __slots__ = ("_asked", "_log_probs", "_loss_mask", "_spans", "_turns", "token_ids")
+    __slots__ = ("_asked", "_log_probs", "_loss_mask", "_spans", "_token_ids", "_turns")
 
     def __init__(self) -> None:
-        self.token_ids = array("i")
+        # Nobody else ever has it: an array cannot grow while somebody, such as numpy, has a view of it.
+        self._token_ids = array("i")
         self._log_probs = array("f")
         self._loss_mask = bytearray()
         self._turns: list[Turn] = []
@@ -113,12 +114,22 @@ class TrajectoryBuilder:
         self._asked = Prompt.of(())
 
     @property
+    def token_count(self) -> int:
+        """Tokens so far."""
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The context so far, in a list of the caller's own."""
+        return self._token_ids.tolist()
+
+    @property
     def turns_generated(self) -> int:
         return sum(turn.source != ENVIRONMENT for turn in self._turns)
 
     def prompt(self) -> Prompt:
         """The context so far. It keeps what was made of the one before."""
-        self._asked = self._asked.grown(self.token_ids[len(self._asked) :])
+        self._asked = self._asked.grown(self._token_ids[len(self._asked) :])
         return self._asked
 
     def append_environment(self, token_ids: Iterable[int], text: str = "") -> None:
@@ -128,8 +139,8 @@ class TrajectoryBuilder:
         low, _ = ends_of(added)
         if low < 0:
             raise ValueError(f"{low} is no token id")
-        start, count = len(self.token_ids), len(added)
-        self.token_ids.extend(added)
+        start, count = len(self._token_ids), len(added)
+        self._token_ids.extend(added)
         self._log_probs.frombytes(bytes(4 * count))
         self._loss_mask.extend(bytes(count))
         self._turns.append(Turn(start=start, end=start + count, source=ENVIRONMENT, text=safe_text(text)))
@@ -139,8 +150,8 @@ class TrajectoryBuilder:
         added, log_probs = token_ids_of(generation.token_id_bytes), log_probs_of(generation.log_prob_bytes)
         if len(added) != len(log_probs):
             raise ValueError(f"{len(added)} token ids came with {len(log_probs)} log-probs")
-        start, count = len(self.token_ids), len(added)
-        self.token_ids.extend(added)
+        start, count = len(self._token_ids), len(added)
+        self._token_ids.extend(added)
         self._log_probs.extend(log_probs)
         self._loss_mask.extend(b"\x01" * count)
         self._spans.extend(
@@ -163,7 +174,7 @@ class TrajectoryBuilder:
         if not self._turns:
             return EMPTY_TRAJECTORY
         return Trajectory(
-            token_id_bytes=little_endian(self.token_ids),
+            token_id_bytes=little_endian(self._token_ids),
             log_prob_bytes=little_endian(self._log_probs),
             loss_mask_bytes=bytes(self._on_policy_mask() if mask_off_policy_prefix else self._loss_mask),
             turns=tuple(self._turns),

@@ -150,8 +150,8 @@ class HandlerEpisode:
         return self._stopping
 
     @property
-    def token_ids(self) -> Sequence[int]:
-        return self._record.token_ids if self._record is not None else ()
+    def token_ids(self) -> list[int]:
+        return self._record.token_ids if self._record is not None else []
 
     @property
     def remaining_seconds(self) -> float | None:
@@ -247,7 +247,7 @@ class HandlerEpisode:
                     role,
                     self.sampling if sampling is None else resolve_sampling((sampling, self.sampling)),
                     self.stopping,
-                    len(record.token_ids),
+                    record.token_count,
                     max_new_tokens,
                 ),
                 session_id=self._session_id,

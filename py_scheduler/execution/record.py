@@ -12,7 +12,7 @@ from py_scheduler.domain.trajectory import Trajectory, TrajectoryBuilder
 from py_scheduler.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from py_scheduler.domain.prompt import Prompt
     from py_scheduler.execution.generation.gateway import GenerationGateway
@@ -36,7 +36,13 @@ class EpisodeRecord:
         self._oldest_epoch: int | None = None
 
     @property
-    def token_ids(self) -> Sequence[int]:
+    def token_count(self) -> int:
+        """Tokens so far."""
+        return self._builder.token_count
+
+    @property
+    def token_ids(self) -> list[int]:
+        """See `TrajectoryBuilder.token_ids`."""
         return self._builder.token_ids
 
     def prompt(self) -> Prompt:

@@ -213,11 +213,11 @@ class EpisodeClient:
         return self._look_once("stopping", StoppingCriteria)
 
     @property
-    def token_ids(self) -> Sequence[int]:
+    def token_ids(self) -> list[int]:
         # A context only grows, and not by this handler alone: clients of the episode's API add to it too.
         answer = self._ask(LookAtContext(start=len(self._token_ids)))
         self._token_ids.extend(token_ids_of(msgspec.msgpack.decode(answer, type=bytes)))
-        return self._token_ids
+        return self._token_ids.tolist()
 
     @property
     def remaining_seconds(self) -> float | None:

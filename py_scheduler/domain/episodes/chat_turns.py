@@ -36,6 +36,6 @@ async def following_tokens(episode: Episode, messages: Sequence[ChatMessage]) ->
         )
     added = whole[len(before) :]
     # A model that ended its turn by itself has already given the token that ends it.
-    if added and episode.token_ids and episode.token_ids[-1] == added[0]:
+    if added and episode.token_ids[-1:] == added[:1]:
         del added[0]
     return added

@@ -69,7 +69,7 @@ async def test_an_episode_looks_the_same_from_a_child() -> None:
     assert json.loads(seen[0][1])["sample"] == [1, 1, {"row": [1, 2]}]
 
 
-@pytest.mark.parametrize("prompt", ["generate 3", "raise", "overflow", "misuse"])
+@pytest.mark.parametrize("prompt", ["generate 3", "raise", "overflow", "misuse", "keep_the_context"])
 async def test_records_and_outcomes_are_those_of_a_handler_in_the_loop(prompt: str) -> None:
     changes: dict[str, Any] = {"default_stopping": StoppingCriteria(max_context_len=24)} if prompt == "overflow" else {}
     async with children(generation_backends={"student": ScriptedModel("one", "two")}, spec=changes) as harness:
@@ -80,6 +80,16 @@ async def test_records_and_outcomes_are_those_of_a_handler_in_the_loop(prompt: s
     for name in ("outcome", "trajectory", "termination_reason", "error", "phase"):
         assert getattr(there, name) == getattr(here, name), name
     assert len(there.trajectory) == len(here.trajectory)
+
+
+async def test_what_a_handler_keeps_of_its_context_holds_nothing_up() -> None:
+    """An array of numpy over the growing context would make the next turn fail."""
+    async with children(generation_backends={"student": ScriptedModel("one")}) as harness:
+        there = await run_one(harness, "keep_the_context")
+    assert there.error == ""
+    context = there.trajectory.token_ids.tolist()
+    assert len(context) > 3
+    assert json.loads(there.termination_reason) == [[], [7, 8], [7, 8], len(context)]
 
 
 async def test_the_server_makes_no_objects_of_the_tokens_that_a_child_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from py_scheduler.adapters.children import frames as _frames
 from py_scheduler.domain.evaluator import BaseAgent
 from py_scheduler.domain.generation import ChatMessage
@@ -214,6 +216,16 @@ class OddAgent(BaseAgent):
             pass
         await episode.generate()
         return str(len(episode.token_ids))
+
+    async def do_keep_the_context(self, episode: Episode) -> str:
+        """As code that takes token ids may, before the context grows on."""
+        seen = episode.token_ids
+        episode.observe([7, 8])
+        kept = np.asarray(episode.token_ids)
+        await episode.generate()
+        episode.observe([9])
+        found = [seen, kept.tolist(), episode.token_ids[:2], len(episode.token_ids)]
+        return json.dumps(found)
 
     async def do_misuse(self, episode: Episode) -> str:
         faults: list[str] = []
