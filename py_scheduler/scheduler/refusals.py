@@ -7,6 +7,7 @@ Invariants
      it there, and then it is not refused.
   2. One that no node can hold stands in nobody's way in the queue: `Room.fits_ever` is false for it. So what was ended
      is left out of the queue once, when all of it has been ended, or a node came back before that.
+  3. What holds room is never refused: it ends as it would have, wherever it runs.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Refusals:
         self._clock = clock
         self._warned: set[str] = set()
         """Evaluators that no node can hold, as the log says already."""
-        self._work: deque[Generator[None, None, None]] = deque()
+        self._work: deque[Generator[bool | None, None, None]] = deque()
         """Each looks at what may have to be refused. What has not is passed over."""
         self._refused: dict[str, None] = {}
         """Tasks of which attempts were ended, to be left out of the queue."""
@@ -86,22 +87,22 @@ class Refusals:
             if record := self._ledger.task(task_id):
                 yield record
 
-    def _add(self, work: Generator[None, None, None]) -> None:
+    def _add(self, work: Generator[bool | None, None, None]) -> None:
         self._work.append(work)
         if self._at_work is None:
             going_on = in_slices(self._work_off(), self._clock)
             self._at_work = asyncio.get_running_loop().create_task(going_on, name="refusals")
 
-    def _work_off(self) -> Generator[None, None, None]:
+    def _work_off(self) -> Generator[bool | None, None, None]:
         try:
             while self._work or self._refused:
                 if not self._work:
                     self._admission.leave_out(self._refused.popitem()[0])
-                    yield
+                    yield None
                     continue
                 work = self._work[0]
-                for _ in work:
-                    yield
+                for is_over in work:
+                    yield is_over
                     if not self._work or self._work[0] is not work:
                         break  # Nodes changed again, and all is looked at anew.
                 else:
@@ -111,26 +112,28 @@ class Refusals:
             self._at_work = None
         self._admission.attempts_were_ended()
 
-    def _refuse_all(self) -> Generator[None, None, None]:
+    def _refuse_all(self) -> Generator[bool | None, None, None]:
         lost: dict[str, str] = {}
         for spec in self._intake.specs.values():
             if reason := self._intake.why_never(spec):
                 lost[spec.evaluator_id] = reason
-            yield
+            yield None
         for evaluator_id in lost.keys() - self._warned:
             logger.warning("%s", lost[evaluator_id])
         self._warned = set(lost)
         if lost:
             yield from self._refuse_waiting(self._open_tasks())
 
-    def _refuse_waiting(self, records: Iterable[TaskRecord]) -> Generator[None, None, None]:
+    def _refuse_waiting(self, records: Iterable[TaskRecord]) -> Generator[bool | None, None, None]:
         for record in records:
             spec = self._intake.spec_of(record.task)
             for subtask_no, subtask in enumerate(record.subtasks):
+                while self._admission.is_calling_leased:  # Until then, what holds room may be queued in the ledger.
+                    yield True
                 if subtask.state is _QUEUED and (reason := self._intake.why_never(spec)):
                     self._refuse(spec, record, subtask_no, reason)
                     self._refused[record.task_id] = None
-                yield
+                yield None
 
     def _refuse(self, spec: EvaluatorSpec, record: TaskRecord, subtask_no: int, reason: str) -> None:
         ref = AttemptRef(record.task_id, subtask_no, record.subtasks[subtask_no].attempt_no)

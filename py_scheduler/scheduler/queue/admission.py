@@ -4,6 +4,9 @@ Invariants
   1. A batch runs with a lease that holds all of its tokens (none when there is no pool), or it waits. So does a lease
      request.
   2. Whatever could make room, add an entry or take one out wakes the loop.
+  3. What was let in is called leased before anything else is let in. A very large batch takes some turns for that: its
+     attempts run with their tokens meanwhile, although the ledger still says of some that they are queued
+     (`is_calling_leased`).
 """
 
 from __future__ import annotations
@@ -201,6 +204,11 @@ class Admission:
         ledger = self._recorder.ledger
         return [attempt for attempt in batch.attempts if ledger.is_waiting(attempt.ref)]
 
+    @property
+    def is_calling_leased(self) -> bool:
+        """Whether attempts that were let in are still queued in the ledger. Room is not to be denied to them."""
+        return bool(self._leased)
+
     def stop(self) -> None:
         """Lets nothing in any more; what waits goes on waiting."""
         self.is_stopped = self.reasons.is_stopped = True
@@ -223,6 +231,9 @@ class Admission:
         very large batch the rest in the next turns.
         """
         leased = self._leased
+        if leased:
+            self._call_leased()
+            return True
         may_be_more = False
         monotonic = self._clock.monotonic
         now = monotonic()
@@ -245,9 +256,12 @@ class Admission:
                 may_be_more = True
                 break
         if leased:
-            self._recorder.record(LeaseAttempts(tuple(leased[:_LEASED_AT_ONCE])), "")
-            del leased[:_LEASED_AT_ONCE]
+            self._call_leased()
         return may_be_more or bool(leased)
+
+    def _call_leased(self) -> None:
+        self._recorder.record(LeaseAttempts(tuple(self._leased[:_LEASED_AT_ONCE])), "")
+        del self._leased[:_LEASED_AT_ONCE]
 
     def _take_from(self, gate: StalenessGate, now: float, turn_ends: float) -> bool:
         """Queues what the gate lets go; True when the turn is over and there may be more."""

@@ -19,6 +19,7 @@ from py_scheduler.errors import AlreadyExistsError, EngineUnavailableError, Reso
 from py_scheduler.interfaces.task_scheduler import TaskScheduler
 from py_scheduler.placement import PlacementPool
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings
+from py_scheduler.scheduler.queue import admission
 from py_scheduler.scheduler.settings import EngineSettings
 from tests.support.agents.ranking import RankingAgent
 from tests.support.fake_clock import FakeClock, settle
@@ -261,6 +262,26 @@ async def test_what_waits_ends_with_its_reason_and_what_runs_may_finish() -> Non
         assert {event.state for event in (await harness.done(other)).values()} == {TaskState.SUCCEEDED}
         with pytest.raises(UnplaceableError):
             await harness.submit([task_of(task_type="gpus")], 4)
+
+
+@pytest.mark.parametrize("leased_at_once", [1, 3, 1_000])
+async def test_what_was_let_in_is_not_refused_however_many_turns_it_takes_to_call_it_leased(
+    leased_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its tokens are out when the node goes. What waits behind it is refused."""
+    monkeypatch.setattr(admission, "_LEASED_AT_ONCE", leased_at_once)
+    agent = GatedAgent()
+    pool = pool_of(1)
+    async with running_engine(on_gpus(agent, "agent"), pool=pool) as harness:
+        running = await harness.submit([task_of()] * 8, 1)
+        waiting = await harness.submit([task_of()] * 3, 2)
+        while pool.free_tokens_for(GPU):  # noqa: ASYNC110 -- gives the loop back, and nothing tells of it
+            await asyncio.sleep(0)
+        lose(harness, pool, "n0")
+        for event in (await harness.done(waiting)).values():
+            assert event.state is TaskState.FAILED
+        agent.gate.set()
+        assert {event.state for event in (await harness.done(running)).values()} == {TaskState.SUCCEEDED}
 
 
 async def test_what_comes_back_to_be_tried_again_ends_too_and_what_waits_for_that() -> None:

@@ -145,10 +145,10 @@ async def test_a_batch_of_very_many_samples_is_called_leased_in_several_turns(mo
     async with running_engine(spec_of(agent), max_running_samples=1) as harness:
         record = harness.engine._recorder.record
 
-        def note(command: Command, namespace: str) -> list[Event]:
+        def note(command: Command, namespace: str, size: int = 0) -> list[Event]:
             if isinstance(command, LeaseAttempts):
                 turns.append(len(command.attempts))
-            return record(command, namespace)
+            return record(command, namespace, size)
 
         monkeypatch.setattr(harness.engine._recorder, "record", note)
         reply = await harness.submit([of_single_samples(10)], 1)
