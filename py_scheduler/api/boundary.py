@@ -55,6 +55,7 @@ _MAX_STREAMS_FOR_ALL = 1_000
 _TURN_BYTES = 4 << 20
 """To copy a message out of its packets takes gRPC about a millisecond a MiB: a larger one is parsed a turn later."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
+_LARGE_MESSAGE_BYTES: ContextVar[int] = ContextVar("large_message_bytes", default=0)
 
 # grpc's own types know nothing of handlers that take bytes, or write to the context.
 Handler = Any
@@ -246,6 +247,11 @@ def caller() -> Caller:
     return _CALLER.get()
 
 
+def large_message_bytes() -> int:
+    """Of the message of this call, if it came as an envelope; for servicers."""
+    return _LARGE_MESSAGE_BYTES.get()
+
+
 def time_to_answer(context: Any) -> float | None:
     """Seconds a call may wait so that its answer arrives in time; None without a deadline."""
     remaining: float | None = context.time_remaining()
@@ -263,6 +269,7 @@ def _parser(handler: Handler) -> Callable[[bytes], Any]:
     def parse(raw: bytes) -> Any:
         try:
             if has_envelope and len(raw) > LARGE_BYTES:
+                _LARGE_MESSAGE_BYTES.set(len(raw))
                 return SubmitEnvelope.FromString(raw)
             return deserialize(raw)
         except DecodeError:

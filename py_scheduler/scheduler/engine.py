@@ -219,11 +219,13 @@ class Engine:
         key: SubmissionKey,
         reading: Generator[None, None, SubmitRequest],
         batches: Sequence[Batch] | None = None,
+        *,
+        size: int = 0,
     ) -> SubmitReply:
-        """`submit` of a request that is still to be read, in slices. key: its own, by which it has arrived now. Raises
-        what `reading` raises.
+        """`submit` of a request that is still to be read, in slices. key: its own, by which it has arrived now. size:
+        of its message, in bytes. Raises what `reading` raises.
         """
-        reply = await self._large_submits.submit(key, reading, batches)
+        reply = await self._large_submits.submit(key, reading, batches, size)
         await self._event_log.wait_committed(reply.before_sequence + 1)
         return reply
 

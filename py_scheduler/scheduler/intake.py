@@ -21,6 +21,7 @@ from py_scheduler.scheduler.ledger.commands import AcceptTasks
 from py_scheduler.scheduler.slices import at_once
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
     from py_scheduler.domain.evaluator import EvaluatorSpec
@@ -252,6 +253,19 @@ class IntakeLimits:
             raise _too_many("samples", ledger.open_samples, samples, settings.max_queued_samples)
         if command.is_collected:
             self._check_kept()
+
+    def check_waiting(self, namespace: str, waiting: Counter[str], more: int) -> None:
+        """Raises ResourceExhaustedError when a submit of `more` bytes is too much beside those of `waiting`, bytes by
+        namespace. One that finds none is let in however large it is.
+        """
+        limit, of_all, own = self._settings.max_waiting_submit_bytes, waiting.total(), waiting[namespace]
+        if (of_all and of_all + more > limit) or (own and own + more > limit // 2):
+            raise ResourceExhaustedError(
+                f"submits of {of_all} bytes wait to be taken in, {own} of them of namespace {namespace!r}: "
+                f"{more} more would exceed max_waiting_submit_bytes ({limit}), of which one namespace "
+                "has half: wait for some to be answered",
+                _RETRY_AFTER_SECONDS,
+            )
 
     def _check_quota(self, namespace: str, more: int) -> None:
         quota, are_open = self._quotas.of(namespace), self._ledger.open_tasks_in(namespace)

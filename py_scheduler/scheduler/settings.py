@@ -27,6 +27,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Open tasks at most; a submit that would make them more is refused for now."""
     max_queued_samples: int = 2_000_000
     """Planned samples of open tasks at most, as with `max_queued_tasks`."""
+    max_waiting_submit_bytes: int = 256 << 20
+    """Of submits that have arrived and were not taken in yet, because they are large or stand behind such as are. One
+    namespace has half of it. Further ones are refused for now; one that finds no other is not, whatever its size.
+    """
     max_bypass: int = 64
     """How often batches behind a batch may be admitted before it, with room that it could have used. After that they
     wait with it.

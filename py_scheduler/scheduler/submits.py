@@ -7,13 +7,14 @@ tasks are there, or none is.
 Invariants
   1. What arrives in a namespace is decided in the order in which it arrived, one after another. So a call that is sent
      again while the first is under way waits for it, and is answered as that is.
-  2. What has arrived goes on whether or not its call waits for it, unless the engine is closed.
+  2. What waits to be decided is bounded in bytes, and so what it holds in memory.
+  3. What has arrived goes on whether or not its call waits for it, unless the engine is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.task import SubmissionKey
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     Record = Callable[[AcceptTasks, Plan], None]
 
 _IDS_AT_ONCE = 1_024
+_LEAST_BYTES = 16 << 10
+"""What a submit counts for at least, also one of which the size is not known."""
 
 
 def as_it_is(request: SubmitRequest) -> Reading:
@@ -48,10 +51,11 @@ def as_it_is(request: SubmitRequest) -> Reading:
 
 
 class _Arrived:
-    __slots__ = ("answered", "key", "work")
+    __slots__ = ("answered", "key", "size", "work")
 
-    def __init__(self, key: SubmissionKey, work: Generator[None, None, SubmitReply]) -> None:
+    def __init__(self, key: SubmissionKey, work: Generator[None, None, SubmitReply], size: int) -> None:
         self.key = key
+        self.size = size
         self.work = work
         self.answered: asyncio.Future[SubmitReply] = asyncio.get_running_loop().create_future()
         self.answered.add_done_callback(asyncio.Future.exception)  # Its call may be gone.
@@ -69,16 +73,24 @@ class LargeSubmits:
         self._backlog = Backlog(clock)
         self.lines: dict[str, deque[_Arrived]] = {}
         """By namespace, what has arrived and was not decided; the first is under way. None is empty."""
+        self._waiting: Counter[str] = Counter()
+        """By namespace, the bytes of all that is in its line."""
 
-    async def submit(self, key: SubmissionKey, reading: Reading, batches: Sequence[Batch] | None = None) -> SubmitReply:
-        """Takes in what `reading` comes to. Raises what that and `Engine.accept` raise."""
-        arrived = _Arrived(key, self._taking_in(reading, batches))
+    async def submit(
+        self, key: SubmissionKey, reading: Reading, batches: Sequence[Batch] | None = None, size: int = 0
+    ) -> SubmitReply:
+        """Takes in what `reading` comes to. size: of its message, in bytes. Raises what that and `Engine.accept` raise,
+        and ResourceExhaustedError while too much waits.
+        """
+        arrived = _Arrived(key, self._taking_in(reading, batches), max(size, _LEAST_BYTES))
+        self._limits.check_waiting(key.namespace, self._waiting, arrived.size)
+        self._waiting[key.namespace] += arrived.size
         line = self.lines.get(key.namespace)
-        if line is None:
+        if line is not None:
+            line.append(arrived)
+        else:
             line = self.lines[key.namespace] = deque([arrived])
             _ = self._backlog.add(self._working_off(key.namespace, line))
-        else:
-            line.append(arrived)
         return await asyncio.shield(arrived.answered)
 
     async def wait_decided(self, selector: SubmissionSelector | CollectRequest) -> None:
@@ -116,8 +128,8 @@ class LargeSubmits:
                 arrived.answered.set_exception(error)
             else:
                 arrived.answered.set_result(reply)
-            line.popleft()
-        del self.lines[namespace]
+            self._waiting[namespace] -= line.popleft().size
+        del self.lines[namespace], self._waiting[namespace]
 
     def _taking_in(self, reading: Reading, batches: Sequence[Batch] | None) -> Generator[None, None, SubmitReply]:
         request = yield from reading

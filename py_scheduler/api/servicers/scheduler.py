@@ -19,7 +19,7 @@ import msgspec
 
 from py_scheduler._generated.rollout_scheduler.v1 import collecting_pb2, runner_pb2, scheduler_service_pb2_grpc
 from py_scheduler._generated.rollout_scheduler.v1 import scheduler_service_pb2 as service
-from py_scheduler.api.boundary import CallRefusedError, caller, time_to_answer
+from py_scheduler.api.boundary import CallRefusedError, caller, large_message_bytes, time_to_answer
 from py_scheduler.api.disconnect_guard import DisconnectGuard
 from py_scheduler.errors import InvalidArgumentError
 from py_scheduler.wire import requests as wire
@@ -66,7 +66,7 @@ class SchedulerServicer(scheduler_service_pb2_grpc.SchedulerServiceServicer):
     async def SubmitTasks(self, request: service.SubmitTasksRequest, context: Context) -> service.SubmitTasksResponse:
         if isinstance(request, SubmitEnvelope):
             key, reading = decode_envelope(request, self._max_tasks_per_call)
-            reply = await self._engine.submit_as_read(key, reading)
+            reply = await self._engine.submit_as_read(key, reading, size=large_message_bytes())
         else:
             submit = wire.decode_submit_request(request, self._max_tasks_per_call)
             key = submit.key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -32,6 +33,7 @@ from py_scheduler.errors import (
     ResourceExhaustedError,
 )
 from py_scheduler.scheduler.settings import EngineSettings
+from py_scheduler.scheduler.submits import as_it_is
 from py_scheduler.wire.tasks import encode_submission_chunks
 from tests.support.handlers import GatedAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
@@ -107,8 +109,10 @@ async def test_over_a_channel_while_the_loop_goes_on() -> None:
         await server.start()
         try:
             raw = chunk.request.SerializeToString()
-            with LoopLag() as lag:
+            taking_in = mock.patch.object(harness.engine, "submit_as_read", wraps=harness.engine.submit_as_read)
+            with taking_in as taken, LoopLag() as lag:
                 reply = await asyncio.to_thread(submit_raw, address, raw)
+            assert taken.call_args.kwargs == {"size": len(raw)}
             assert lag.worst_seconds < LIMIT_SECONDS
             assert lag.turns > 20
             assert len(service.SubmitTasksResponse.FromString(reply).task_ids) == len(tasks)
@@ -188,6 +192,41 @@ async def test_two_at_once_do_not_pass_a_limit_together() -> None:
         results = await asyncio.gather(one, other, return_exceptions=True)
         assert {type(result) for result in results} == {SubmitReply, ResourceExhaustedError}
         assert harness.engine.ledger.open_tasks == MANY
+        agent.gate.set()
+
+
+def waiting(harness: Harness, request: SubmitRequest, size: int) -> asyncio.Task[SubmitReply]:
+    """A submit that came as a message of this size."""
+    return asyncio.create_task(harness.engine.submit_as_read(request.key, as_it_is(request), size=size))
+
+
+async def test_what_waits_in_line_is_bounded_in_bytes_for_each_namespace_and_for_all() -> None:
+    agent = GatedAgent()
+    settings = EngineSettings(max_running_samples=1, max_waiting_submit_bytes=1_000_000)
+    async with running_engine(spec_of(agent), settings=settings) as harness:
+        first = waiting(harness, request_of(MANY, "first"), 300_000)
+        behind = waiting(harness, request_of(1, "behind"), 200_000)
+        half = waiting(harness, request_of(1, "refused"), 1)
+        other = waiting(harness, request_of(MANY, "b", namespace="b"), 400_000)
+        beyond = waiting(harness, request_of(MANY, "c", namespace="c"), 400_000)
+        with pytest.raises(ResourceExhaustedError, match=r"of 500000 bytes .* of namespace 'default'") as raised:
+            await half
+        assert raised.value.retry_after_seconds
+        with pytest.raises(ResourceExhaustedError, match=r"900000 .* max_waiting_submit_bytes \(1000000\)"):
+            await beyond
+        await asyncio.gather(first, behind, other)
+        await waiting(harness, request_of(MANY, "alone"), 5_000_000)
+        assert harness.engine.ledger.open_tasks == 3 * MANY + 1
+        agent.gate.set()
+
+
+async def test_one_whose_size_is_not_known_counts_too() -> None:
+    agent = GatedAgent()
+    settings = EngineSettings(max_running_samples=1, max_waiting_submit_bytes=1_000_000)
+    async with running_engine(spec_of(agent), settings=settings) as harness:
+        calls = [started(harness, request_of(MANY if n == 0 else 1, str(n))) for n in range(100)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(result) for result in results] == [SubmitReply] * 30 + [ResourceExhaustedError] * 70
         agent.gate.set()
 
 

@@ -137,9 +137,12 @@ class FakeEngine:
 
     # The port
 
-    async def submit_as_read(self, key: SubmissionKey, reading: Generator[None, None, SubmitRequest]) -> SubmitReply:
+    async def submit_as_read(
+        self, key: SubmissionKey, reading: Generator[None, None, SubmitRequest], *, size: int
+    ) -> SubmitReply:
         request = await in_slices(reading, LoopClock())
         assert request.key == key
+        assert size
         return await self.submit(request)
 
     async def submit(self, request: SubmitRequest) -> SubmitReply:
