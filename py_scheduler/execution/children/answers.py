@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from py_scheduler.domain.generation import Generation, little_endian, token_ids_of
@@ -46,7 +47,7 @@ class ChildAnswers:
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self.episode: Episode | None = None
         self._send = send
-        self._under_way: dict[int, asyncio.Task[None]] = {}
+        self._under_way: dict[int, asyncio.Task[object]] = {}
 
     def asked(self, ask: Ask) -> None:
         """Raises ValueError for a number that is still under way."""
@@ -61,8 +62,10 @@ class ChildAnswers:
             except Exception as error:  # noqa: BLE001 -- it is the child's, which gets it
                 self._refuse(ask.call_no, error)
         else:
-            task = asyncio.get_running_loop().create_task(self._answer_in_time(ask.call_no, episode, question))
+            task = asyncio.get_running_loop().create_task(_found_in_time(episode, question))
             self._under_way[ask.call_no] = task
+            # Not within the task: one that is cancelled before its first step runs none of its code.
+            task.add_done_callback(partial(self._found, ask.call_no))
 
     def withdraw(self, call_no: int) -> None:
         """Cancels the work on an answer that nobody waits for any more; an answer is sent all the same."""
@@ -82,13 +85,12 @@ class ChildAnswers:
     def are_under_way(self) -> bool:
         return bool(self._under_way)
 
-    async def _answer_in_time(self, call_no: int, episode: Episode, question: Question) -> None:
+    def _found(self, call_no: int, task: asyncio.Task[object]) -> None:
+        del self._under_way[call_no]
         try:
-            self._answer(call_no, await _found_in_time(episode, question))
+            self._answer(call_no, task.result())
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- as above
             self._refuse(call_no, error)
-        finally:
-            self._under_way.pop(call_no, None)
 
     def _answer(self, call_no: int, value: object) -> None:
         self._send(encode(Answer(call_no=call_no, value=raw(value))))
@@ -107,7 +109,7 @@ class ChildAnswers:
         )
 
 
-def _cancel_once(task: asyncio.Task[None]) -> None:
+def _cancel_once(task: asyncio.Task[object]) -> None:
     """A second cancellation would strike the episode while it gathers what the backend has made."""
     if not task.cancelling():
         task.cancel()
