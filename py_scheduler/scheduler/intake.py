@@ -54,6 +54,8 @@ class Plan(msgspec.Struct, frozen=True):
     batches: list[tuple[EvaluatorSpec, Batch]]
     warnings: tuple[str, ...]
     group_scored: frozenset[str] = frozenset()
+    biggest: Mapping[str, tuple[EvaluatorSpec, int]] = {}
+    """Of each evaluator, by its id, how many subtasks its biggest batch has, where somebody will ask again."""
 
 
 class Intake:
@@ -97,7 +99,7 @@ class Intake:
             check_submit(request)
         plan = self.batch(request.tasks, batches)
         if self._may_be_too_big():
-            at_once(self._guarding(plan.batches))
+            self._check_biggest(at_once(_biggest_batches(plan.batches)))
         return plan
 
     def planning(self, request: SubmitRequest, batches: Sequence[Batch] | None = None) -> Generator[None, None, Plan]:
@@ -119,14 +121,21 @@ class Intake:
             resolved += [(self._resolve(batch.task_type, warnings), batch) for batch in some]
             yield
         plan = self._plan_of(resolved, warnings)
-        if self._may_be_too_big():
-            yield from self._guarding(plan.batches)
+        if self._pool is not None:
+            plan = msgspec.structs.replace(plan, biggest=(yield from _biggest_batches(plan.batches)))
+            self.guard_again(plan)
         return plan
+
+    def guard_again(self, plan: Plan) -> None:
+        """Of what `planning` made: nodes may have gone since. Raises UnplaceableError."""
+        if self._may_be_too_big():
+            self._check_biggest(plan.biggest)
 
     def guard(self, batches: Iterable[Batch]) -> None:
         """Raises UnplaceableError when a batch could never be admitted."""
         if self._may_be_too_big():
-            at_once(self._guarding([(self._specs.get(batch.task_type, self._fallback), batch) for batch in batches]))
+            resolved = [(self._specs.get(batch.task_type, self._fallback), batch) for batch in batches]
+            self._check_biggest(at_once(_biggest_batches(resolved)))
 
     def _may_be_too_big(self) -> bool:
         """With a budget for 8 samples at once and room for 8, no batch is too big: of 100 samples, 8 run at a time.
@@ -136,8 +145,7 @@ class Intake:
             self._follow(self._pool)
         return bool(self._most_subtasks)
 
-    def _guarding(self, batches: Sequence[tuple[EvaluatorSpec, Batch]]) -> Generator[None, None, None]:
-        biggest = yield from _biggest_batches(batches)
+    def _check_biggest(self, biggest: Mapping[str, tuple[EvaluatorSpec, int]]) -> None:
         for spec, subtasks in biggest.values():
             if subtasks > self._most_subtasks.get(spec.evaluator_id, subtasks):
                 _check_fits(self._pool, spec, subtasks)

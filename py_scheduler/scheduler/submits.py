@@ -141,7 +141,9 @@ class LargeSubmits:
             command = command_of(request, digest, plan, self._clock)
             self._limits.check(command)  # What will be refused anyway is not prepared first.
             command = yield from self._ledger.preparing(command)
-            self._limits.check(command)  # Others were decided meanwhile.
+            # Others were decided meanwhile, and nodes may have gone. Those that go later find its tasks.
+            self._intake.guard_again(plan)
+            self._limits.check(command)
             self._record(command, plan)
             answered = requests.find(namespace, request.request_id)
             assert answered is not None

@@ -18,6 +18,8 @@ from py_scheduler.domain.task import RetryPolicy, SubmissionKey
 from py_scheduler.errors import AlreadyExistsError, EngineUnavailableError, ResourceExhaustedError, UnplaceableError
 from py_scheduler.interfaces.task_scheduler import TaskScheduler
 from py_scheduler.placement import PlacementPool
+from py_scheduler.scheduler.intake import Intake
+from py_scheduler.scheduler.ledger.ledger import Ledger
 from py_scheduler.scheduler.ledger.staleness import StalenessSettings
 from py_scheduler.scheduler.queue import admission
 from py_scheduler.scheduler.settings import EngineSettings
@@ -29,6 +31,7 @@ from tests.support.journal.journal_store import SurvivingJournal
 from tests.support.steps.task_schedulers import engine_of
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
 
     from py_scheduler.domain.evaluator import BaseAgent, Episode, EvaluatorSpec
@@ -123,6 +126,47 @@ async def test_a_run_that_was_begun_on_more_nodes_gives_what_it_gave_and_a_new_o
         assert await scheduler.run_all(tasks, batch_id=1) == first
         with pytest.raises(UnplaceableError):
             await scheduler.run_all(tasks, batch_id=2)
+
+
+# Nodes that go while a large submit is taken in
+
+
+@pytest.mark.parametrize(("owner", "step"), [(Intake, "planning"), (Ledger, "preparing")])
+@pytest.mark.parametrize("left", [0, 1])
+async def test_a_large_submit_is_refused_when_its_nodes_go_before_it_is_decided(
+    owner: type, step: str, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a small one that comes then. It has room for its 16 at a time when it arrives, and for 8 or none later."""
+    going_on = asyncio.Event()
+    begin = getattr(owner, step)
+
+    def stepping(*arguments: Any) -> Generator[bool | None, None, Any]:
+        going_on.set()
+        yield True
+        return (yield from begin(*arguments))
+
+    monkeypatch.setattr(owner, step, stepping)
+    agent, pool = GatedAgent(), pool_of(2)
+    async with running_engine(on_gpus(agent, "agent"), pool=pool) as harness:
+        call = asyncio.create_task(harness.submit([task_of()] * 2_000, 1))
+        await going_on.wait()
+        lose(harness, pool, *("n0", "n1")[left:])
+        with pytest.raises(UnplaceableError):
+            await call
+        assert harness.engine.ledger.open_tasks == 0
+        assert not harness.engine.has_taken_in("default", "request-0")
+
+
+async def test_a_large_submit_that_was_decided_when_its_nodes_go_ends_with_the_reason() -> None:
+    agent, pool = GatedAgent(), pool_of(2)
+    async with running_engine(on_gpus(agent, "agent"), pool=pool) as harness:
+        call = asyncio.create_task(harness.submit([task_of()] * 2_000, 1))
+        while not harness.engine.ledger.open_tasks:  # noqa: ASYNC110 -- gives the loop back, and nothing tells of it
+            await asyncio.sleep(0)
+        lose(harness, pool, "n0", "n1")
+        for event in (await harness.done(await call)).values():
+            assert event.state is TaskState.FAILED
+            assert "no node that is left can hold a sample of evaluator 'agent'" in event.reason
 
 
 # Tasks that come back
