@@ -8,7 +8,8 @@ Invariants
   1. What arrives in a namespace is decided in the order in which it arrived, one after another. So a call that is sent
      again while the first is under way waits for it, and is answered as that is.
   2. What waits to be decided is bounded in bytes, and so what it holds in memory.
-  3. What has arrived goes on whether or not its call waits for it, unless the engine is closed.
+  3. What has arrived goes on whether or not its call waits for it, unless the engine is closed. What was decided is
+     answered so, also by an engine that is closed meanwhile.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ def as_it_is(request: SubmitRequest) -> Reading:
 
 
 class _Arrived:
-    __slots__ = ("answered", "key", "size", "work")
+    """size: of its message, in bytes. decided: what it came to; None as long as that is open."""
 
-    def __init__(self, key: SubmissionKey, work: Generator[None, None, SubmitReply], size: int) -> None:
+    __slots__ = ("answered", "batches", "decided", "key", "reading", "size")
+
+    def __init__(self, key: SubmissionKey, reading: Reading, batches: Sequence[Batch] | None, size: int) -> None:
         self.key = key
+        self.reading = reading
+        self.batches = batches
         self.size = size
-        self.work = work
+        self.decided: RequestRecord | None = None
         self.answered: asyncio.Future[SubmitReply] = asyncio.get_running_loop().create_future()
         self.answered.add_done_callback(asyncio.Future.exception)  # Its call may be gone.
 
@@ -82,7 +87,7 @@ class LargeSubmits:
         """Takes in what `reading` comes to. size: of its message, in bytes. Raises what that and `Engine.accept` raise,
         and ResourceExhaustedError while too much waits.
         """
-        arrived = _Arrived(key, self._taking_in(reading, batches), max(size, _LEAST_BYTES))
+        arrived = _Arrived(key, reading, batches, max(size, _LEAST_BYTES))
         self._limits.check_waiting(key.namespace, self._waiting, arrived.size)
         self._waiting[key.namespace] += arrived.size
         line = self.lines.get(key.namespace)
@@ -116,6 +121,9 @@ class LargeSubmits:
         self._backlog.close()
         for line in self.lines.values():
             for arrived in line:
+                if arrived.decided is not None:
+                    arrived.answered.set_result(arrived.decided.reply(arrived.decided.task_ids))
+                    continue
                 arrived.answered.set_exception(FailedPreconditionError("the server has stopped: submit to another one"))
         self.lines.clear()
 
@@ -123,7 +131,7 @@ class LargeSubmits:
         while line:
             arrived = line[0]
             try:
-                reply = yield from arrived.work
+                reply = yield from self._taking_in(arrived)
             except Exception as error:  # noqa: BLE001 -- it is for the call that waits
                 arrived.answered.set_exception(error)
             else:
@@ -131,13 +139,13 @@ class LargeSubmits:
             self._waiting[namespace] -= line.popleft().size
         del self.lines[namespace], self._waiting[namespace]
 
-    def _taking_in(self, reading: Reading, batches: Sequence[Batch] | None) -> Generator[None, None, SubmitReply]:
-        request = yield from reading
+    def _taking_in(self, arrived: _Arrived) -> Generator[None, None, SubmitReply]:
+        request = yield from arrived.reading
         digest = yield from digesting(request)
         namespace, requests = request.key.namespace, self._ledger.state.requests
-        answered = requests.repeated(namespace, request.request_id, digest)
-        if answered is None:
-            plan = yield from self._intake.planning(request, batches)
+        arrived.decided = requests.repeated(namespace, request.request_id, digest)
+        if arrived.decided is None:
+            plan = yield from self._intake.planning(request, arrived.batches)
             command = command_of(request, digest, plan, self._clock)
             self._limits.check(command)  # What will be refused anyway is not prepared first.
             command = yield from self._ledger.preparing(command)
@@ -145,10 +153,10 @@ class LargeSubmits:
             self._intake.guard_again(plan)
             self._limits.check(command)
             self._record(command, plan)
-            answered = requests.find(namespace, request.request_id)
-            assert answered is not None
+            arrived.decided = requests.find(namespace, request.request_id)
+            assert arrived.decided is not None
             yield
-        return answered.reply((yield from _task_ids(answered)))
+        return arrived.decided.reply((yield from _task_ids(arrived.decided)))
 
 
 def _task_ids(answered: RequestRecord) -> Generator[None, None, tuple[str, ...]]:

@@ -305,6 +305,26 @@ async def test_an_engine_that_closes_takes_nothing_in_any_more() -> None:
     assert harness.engine.ledger.open_tasks == 0
 
 
+@pytest.mark.parametrize("is_durable", [False, True])
+async def test_what_was_decided_when_the_engine_closes_is_answered_so(is_durable: bool, tmp_path: Path) -> None:
+    """And what waits behind it in line is not. The engine closes without a drain, as at a fault."""
+    agent = GatedAgent()
+    journal = SqliteJournal(tmp_path) if is_durable else None
+    async with running_engine(spec_of(agent), journal=journal, max_running_samples=1) as harness:
+        request = request_of(MANY, "r")
+        call, behind = await under_way(harness, request, request_of(1, "s"))
+        while not harness.engine.ledger.open_tasks:  # noqa: ASYNC110 -- gives the loop back, and nothing tells of it
+            await asyncio.sleep(0)
+        assert not call.done()
+    reply = await call
+    assert len(reply.task_ids) == MANY
+    with pytest.raises(FailedPreconditionError, match="has stopped"):
+        await behind
+    if is_durable:
+        async with running_engine(spec_of(agent), journal=SqliteJournal(tmp_path), max_running_samples=1) as harness:
+            assert await harness.engine.submit(request) == reply
+
+
 async def test_one_that_drains_neither() -> None:
     agent = GatedAgent()
     async with running_engine(spec_of(agent), max_running_samples=1) as harness:
