@@ -5,6 +5,7 @@ Invariants
 - A client holds its sessions from `start` to `close`.
 - It retires an idle connection before the server would close it, so that a reset at reuse stays rare.
 - It retries nothing by itself: only the caller knows whether a request may run twice.
+- Whoever reads an answer gets a chunk of it at a time, and the loop is given back between the chunks of all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import aiohttp
 import msgspec
 
 from py_scheduler.adapters.http_post import Poster
+from py_scheduler.adapters.reading_turns import reading_turns
 from py_scheduler.domain.values.backoff import backoff_seconds
 from py_scheduler.errors import EngineUnavailableError
 
@@ -44,6 +46,8 @@ class Response(Protocol):
 
 MAX_ANSWER_BYTES = 256 << 20
 """Of a body, or of one event of a stream: far more than the longest generation takes."""
+_CHUNK_BYTES = 128 << 10
+"""Some 3 000 tokens of a stream, or 2 ms. In smaller ones an event that repeats a long output takes longer."""
 
 
 class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +144,7 @@ class HttpClient:
 async def body_of(response: Response) -> bytes:
     """Raises ClientPayloadError, as for a broken connection, when it does not end where an answer would."""
     content = bytearray()
-    while chunk := await response.content.readany():
+    while chunk := await _next_chunk(response.content):
         content += chunk
         _check_size(content)
     return bytes(content)
@@ -195,9 +199,19 @@ async def sse_payloads(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield payloads.pop()
 
 
+async def _next_chunk(content: aiohttp.StreamReader) -> bytes:
+    """What has come, of that at most so much; nothing at the end. What its caller makes of it counts as read too.
+
+    The rest stays in the connection, which takes no more while it has enough.
+    """
+    chunk = await content.read(_CHUNK_BYTES)
+    await reading_turns().until_mine()
+    return chunk
+
+
 async def _grown_by_a_chunk(buffer: bytearray, content: aiohttp.StreamReader) -> int | None:
     """Where in the buffer something new may be found; None at the end of the body."""
-    chunk = await content.readany()
+    chunk = await _next_chunk(content)
     if not chunk:
         return None
     searched = max(0, len(buffer) - 1)

@@ -26,7 +26,7 @@ class Body:
         self._pieces.reverse()
         self._is_silent = is_silent
 
-    async def readany(self) -> bytes:
+    async def read(self, _most: int) -> bytes:
         while self._pieces:
             if piece := self._pieces.pop():
                 return piece

@@ -33,7 +33,7 @@ class Reads:
         edges = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
         self._reads = [body[start:end] for start, end in pairwise(edges)]
 
-    async def readany(self) -> bytes:
+    async def read(self, _most: int) -> bytes:
         return self._reads.pop(0) if self._reads else b""
 
 
