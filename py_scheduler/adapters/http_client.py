@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ShapeT = TypeVar("ShapeT")
 
 HTTP_OK = 200
+HTTP_NOT_FOUND = 404
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for what is no JSON, or not of the shape that is expected."""
 LOST_CONNECTION = (aiohttp.ClientError, OSError)
@@ -63,6 +64,10 @@ class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def wait_seconds(self, failed_attempts: int) -> float:
         """The wait after that many failures (from 1): between half and the whole of the doubled base."""
         return backoff_seconds(failed_attempts, self.base_seconds, self.max_seconds)
+
+
+class UnknownPathError(EngineUnavailableError):
+    """The server knows no such path: it is another one, or was started without what this needs."""
 
 
 class HttpClient:
@@ -119,7 +124,8 @@ class HttpClient:
             reason = str(error) or f"no answer within {timeout_seconds:g} s"
             raise EngineUnavailableError(f"{self.base_url}{path}: {reason}") from error
         if status != HTTP_OK:
-            raise EngineUnavailableError(f"{self.base_url}{path} answered {status}: {error_message(content)}")
+            kind = UnknownPathError if status == HTTP_NOT_FOUND else EngineUnavailableError
+            raise kind(f"{self.base_url}{path} answered {status}: {error_message(content)}")
         return decode_json(content)
 
     def _make_poster(self, keepalive_seconds: float | None) -> Poster:

@@ -20,6 +20,8 @@ STUDENT = "student"
 """The role whose weights are trained."""
 TEACHER = "teacher"
 """The role that DAgger mixes in."""
+_SHOWN = 8
+"""Tokens of those that are printed."""
 
 
 class SamplingParams(
@@ -204,6 +206,12 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             cached_tokens=cached_tokens,
         )
 
+    def __repr__(self) -> str:
+        """With the first tokens in place of all bytes: 32 000 of them are no help to whoever prints it."""
+        token_ids, log_probs = token_ids_of(self.token_id_bytes), log_probs_of(self.log_prob_bytes)
+        rest = ", ".join([f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__[2:]])
+        return f"Generation(token_ids={first_of(token_ids)}, log_probs={first_of(log_probs)}, {rest})"
+
     @property
     def token_count(self) -> int:
         """Generated tokens; reading it makes no list."""
@@ -237,6 +245,12 @@ def token_ids_of(stored: bytes) -> array[int]:
 def log_probs_of(stored: bytes) -> array[float]:
     """Of little-endian float32. Raises ValueError for a broken length."""
     return _native("f", stored)
+
+
+def first_of(values: Sequence[float]) -> str:
+    """For whoever prints them: `[1, 2, ... 32768 in all]`."""
+    shown = ", ".join([str(value) if isinstance(value, int) else f"{value:.6g}" for value in values[:_SHOWN]])
+    return f"[{shown}]" if len(values) <= _SHOWN else f"[{shown}, ... {len(values)} in all]"
 
 
 def _native(typecode: str, stored: bytes) -> array[Any]:

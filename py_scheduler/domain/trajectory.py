@@ -20,6 +20,7 @@ from py_scheduler.domain.generation import (
     Generation,
     LogProbKind,
     WeightSpan,
+    first_of,
     little_endian,
     log_probs_of,
     token_ids_of,
@@ -74,6 +75,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     def __len__(self) -> int:
         return len(self.loss_mask_bytes)
+
+    def __repr__(self) -> str:
+        """As a Generation's: with the first tokens in place of all bytes."""
+        arrays = [
+            f"{name}={first_of(getattr(self, name).tolist())}" for name in ("token_ids", "log_probs", "loss_mask")
+        ]
+        return f"Trajectory({', '.join(arrays)}, turns={self.turns!r}, weight_spans={self.weight_spans!r})"
 
     @property
     def generated_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from py_scheduler.adapters.http_client import read_as
+from py_scheduler.adapters.http_client import UnknownPathError, read_as
 from py_scheduler.adapters.http_server.values import Tokenized
 from py_scheduler.errors import EngineUnavailableError
 
@@ -82,6 +82,13 @@ class ServedModel:
                 if failed >= retry.attempts:
                     raise
             await asyncio.sleep(retry.wait_seconds(failed))
+
+    async def _ask_or_tell(self, path: str, way_out: str) -> Any:
+        """`ask`; way_out: what to do about a server that does not know the path."""
+        try:
+            return await self.ask(path)
+        except UnknownPathError as error:
+            raise EngineUnavailableError(f"{error}: {way_out}") from error
 
     async def _ask_info(self) -> ModelInfo:
         """Raises EngineUnavailableError."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NO_SGLANG = 'give the address of an SGLang server, without a path such as /v1 (kind = "vllm" asks a vLLM server)'
 INPUT_MARGIN = 4
 """Tokens that fit beside the longest input: two less than the model's context has, and the server silently generates
 fewer than asked for rather than use those two."""
@@ -89,7 +90,8 @@ class ServedSglang(ServedModel):
             logger.warning("%s ignores sampling_seed: start it with --enable-deterministic-inference", self._base_url)
 
     async def _ask_info(self) -> ModelInfo:
-        model, server = await self.ask("/model_info"), await self.ask("/server_info")
+        model = await self._ask_or_tell("/model_info", _NO_SGLANG)
+        server = await self.ask("/server_info")
         try:
             return await self._read_info(model, server)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from py_scheduler.adapters.http_client import HTTP_OK, LOST_CONNECTION, body_of, error_message, read_as
+from py_scheduler.adapters.http_client import (
+    HTTP_NOT_FOUND,
+    HTTP_OK,
+    LOST_CONNECTION,
+    body_of,
+    error_message,
+    read_as,
+)
 from py_scheduler.adapters.http_server.model import ServedModel
 from py_scheduler.adapters.vllm.answers import Models, ServedWeights
 from py_scheduler.adapters.vllm.events import Event
@@ -42,6 +49,10 @@ LOG_PROB_QUESTION: Final = {
     "sampling_params": {"max_tokens": 1, "logprobs": 0, "allowed_token_ids": [0], "ignore_eos": True},
 }
 SCALE_OUT: Final = "--enable-scale-out"
+_NO_VLLM: Final = (
+    f"give the address of a vLLM server that was started with {SCALE_OUT}, without a path such as /v1 "
+    '(kind = "sglang" asks an SGLang server)'
+)
 
 
 class ServedVllm(ServedModel):
@@ -67,7 +78,7 @@ class ServedVllm(ServedModel):
         return info
 
     async def _ask_info(self) -> ModelInfo:
-        served = read_as(Models, await self.ask("/v1/models"), self._base_url + "/v1/models").data[0]
+        served = read_as(Models, await self._ask_or_tell("/v1/models", _NO_VLLM), self._base_url + "/v1/models").data[0]
         context_length = self._settings.context_length or served.max_model_len
         if context_length is None:
             raise EngineUnavailableError(f"{self._base_url} does not tell its context: set context_length")
@@ -86,7 +97,7 @@ class ServedVllm(ServedModel):
         )
 
     async def _ask_weight_version(self) -> str:
-        answer = await self.ask("/weight_info")
+        answer = await self._ask_or_tell("/weight_info", "start it with VLLM_SERVER_DEV_MODE=1")
         return read_as(ServedWeights, answer, self._base_url + "/weight_info").weight_version
 
     async def _ask_log_prob_kind_in_time(self) -> LogProbKind:
@@ -117,11 +128,13 @@ class ServedVllm(ServedModel):
         return LogProbKind.SAMPLED if scored.logprob == 0 else LogProbKind.MODEL
 
     async def _ask_vocab_size(self) -> int:
-        _, content = await self._question(VOCAB_QUESTION)
+        status, content = await self._question(VOCAB_QUESTION)
         message = error_message(content)
         said = VOCAB_SIZE.search(message)
         if said is None and SCALE_OUT in message:
             raise EngineUnavailableError(f"{self._base_url} takes no token ids: start it with {SCALE_OUT}")
+        if status == HTTP_NOT_FOUND:
+            raise EngineUnavailableError(f"{self._base_url}{GENERATE} answered {status}: {message[:200]}: {_NO_VLLM}")
         if said is None:
             raise EngineUnavailableError(
                 f"{self._base_url} does not tell the size of its vocabulary: set vocab_size, which stands in the "

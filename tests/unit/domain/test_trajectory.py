@@ -113,3 +113,17 @@ def test_what_older_weights_of_the_same_source_generated_can_be_left_out_of_the_
     masked = builder.build(mask_off_policy_prefix=True)
     assert masked.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1]
     assert masked.weight_spans == builder.build().weight_spans
+
+
+def test_what_is_printed_has_the_first_tokens_and_how_many_there_are() -> None:
+    long = Generation.of(range(32_000), [-1 / 3] * 32_000, text="so", finish_reason=FinishReason.LENGTH)
+    assert repr(long).startswith(
+        "Generation(token_ids=[0, 1, 2, 3, 4, 5, 6, 7, ... 32000 in all], log_probs=[-0.333333, "
+    )
+    builder = TrajectoryBuilder()
+    builder.append_environment([5])
+    builder.append_generation(generation([7, 8]), "student")
+    assert repr(builder.build()).startswith(
+        "Trajectory(token_ids=[5, 7, 8], log_probs=[0, -0.5, -0.5], loss_mask=[0, 1, 1], turns=(Turn("
+    )
+    assert len(repr(long)) < 500

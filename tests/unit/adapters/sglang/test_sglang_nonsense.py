@@ -147,3 +147,10 @@ async def test_an_answer_without_end_is_left(monkeypatch: pytest.MonkeyPatch) ->
             server.nonsense[path] = 500, endless
             with pytest.raises(EngineUnavailableError, match="more than 100000 bytes"):
                 await ask(engine)
+
+
+async def test_a_server_that_is_none_of_sglangs_is_told_apart() -> None:
+    async with engine_on() as (engine, server):
+        server.nonsense["/model_info"] = 404, b'{"detail":"Not Found"}'
+        with pytest.raises(EngineUnavailableError, match=r"answered 404: .*SGLang server, without a path such as /v1"):
+            await engine.refresh_model_info()

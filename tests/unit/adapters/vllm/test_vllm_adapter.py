@@ -60,9 +60,11 @@ async def test_what_log_probs_are_of_is_found_out(told: float, kind: LogProbKind
     [
         (ScriptedVllm(log_prob_of_the_allowed=12.5), "start it with --logprobs-mode processed_logprobs"),
         (ScriptedVllm(takes_token_ids=False), "start it with --enable-scale-out"),
-        (ScriptedVllm(nonsense={"/weight_info": (404, b"{}")}), "/weight_info answered 404"),
+        (ScriptedVllm(nonsense={"/weight_info": (404, b"{}")}), "answered 404.*VLLM_SERVER_DEV_MODE=1"),
+        (ScriptedVllm(nonsense={"/inference/v1/generate": (404, b"{}")}), "answered 404.*vLLM.*--enable-scale-out"),
+        (ScriptedVllm(nonsense={"/v1/models": (404, b"{}")}), "answered 404.*without a path such as /v1"),
     ],
-    ids=["logits", "text only", "not for training"],
+    ids=["logits", "text only", "not for training", "another server", "a path too many"],
 )
 async def test_a_server_that_was_started_otherwise_is_refused_with_the_way_out(server: ScriptedVllm, said: str) -> None:
     async with server:
