@@ -149,7 +149,7 @@ async def run_sample(
     progress = _Progress(clock.monotonic())
     error = ""
     try:
-        await _run_then_eval(progress, running, episode, handler, spec, clock)
+        await _run_then_eval(progress, running, worker, episode, handler, spec, clock)
         state = _SUCCEEDED
     except asyncio.CancelledError as cancelled:
         if worker.is_closing:
@@ -162,11 +162,16 @@ async def run_sample(
         # The machinery failed, whatever its last request had met.
         error, state = safe_text(str(lost)), AttemptState.LOST
     except BaseException as raised:  # noqa: BLE001 -- no handler ends the service, by SystemExit or otherwise
+        if worker.turn.is_over_for(progress.run_at, clock.monotonic()):
+            await _next_turn(running, worker)
         # The failed generation says more than what a client's library, or a child process that ended, made of it.
         progress.outcome = classify_abort(episode.client_failure or raised)
         error, state = describe(raised), AttemptState.FAILED
         who = f"sample {episode.sample.sample_no} of task {episode.sample.task_id}"
         _log_failure(who, running.phase, spec, error, raised)
+    now = clock.monotonic()
+    if now >= worker.turn.ends_at and worker.turn.is_over_for(progress.run_at, now):
+        await _next_turn(running, worker)
     episode.close()
     while not episode.is_quiet:
         await _wait_quiet(episode, worker)
@@ -179,22 +184,27 @@ async def run_sample(
             running.stop_reason,
         )
         progress.reward = NO_REWARD
-    return state, _sample_done(progress, running, episode, error, clock.monotonic())
+    return state, _sample_done(progress, running, episode, error, now)
 
 
 async def _run_then_eval(
     progress: _Progress,
     running: RunningAttempt,
+    worker: Worker,
     episode: HandlerEpisode,
     handler: BaseAgent,
     spec: EvaluatorSpec,
     clock: Clock,
 ) -> None:
     running.begin_phase("run", spec.run_timeout_seconds)
-    result = progress.result = checked_result(await handler.run(episode), handler)
+    returned = await handler.run(episode)
+    now = clock.monotonic()
+    if now >= worker.turn.ends_at and worker.turn.is_over_for(progress.run_at, now):
+        await _next_turn(running, worker)
+    result = progress.result = checked_result(returned, handler)
     if running.stop_cause is not None:
         return
-    progress.eval_at = clock.monotonic()
+    progress.eval_at = now
     running.begin_phase("eval", spec.eval_timeout_seconds)
     reward = progress.reward = checked_reward(await handler.eval(episode, result), handler, "eval")
     if result.payload:
@@ -306,6 +316,20 @@ def _checked(value: object, kind: type[_Returned], handler: BaseAgent, method: s
         return msgspec.convert(msgspec.structs.asdict(value), kind)
     except msgspec.ValidationError as error:
         raise TypeError(f"{name}.{method} returned a {kind.__name__} that is not one: {error}") from error
+
+
+async def _next_turn(running: RunningAttempt, worker: Worker) -> None:
+    """Many handlers may be done at the same moment. They wait for a turn of the loop each, and no limit of theirs takes
+    time meanwhile. A stop that comes meanwhile is in `running`.
+    """
+    running.stop_clock()
+    try:
+        await worker.turn.next()
+    except asyncio.CancelledError:
+        if worker.is_closing:
+            raise
+    finally:
+        running.start_clock()
 
 
 async def _wait_quiet(episode: HandlerEpisode, worker: Worker) -> None:

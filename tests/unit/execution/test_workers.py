@@ -9,7 +9,8 @@ import pytest
 
 from py_scheduler.adapters.loop_clock import LoopClock
 from py_scheduler.execution import workers
-from py_scheduler.execution.workers import WorkerPool
+from py_scheduler.execution.workers import LoopTurn, WorkerPool
+from tests.support.fake_clock import FakeClock
 
 if TYPE_CHECKING:
     from py_scheduler.domain.resources import PlacementToken
@@ -143,3 +144,27 @@ async def test_a_worker_that_is_cancelled_on_its_way_leaves_its_slot_to_another(
     async with asyncio.timeout(10):
         await work.begun.wait()
     assert await pool.close(10) == 0
+
+
+async def test_who_waits_for_a_turn_goes_on_in_one_of_few_turns_although_others_take_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first that was woken takes all of a turn: the clock goes on by more than a turn with each look at it."""
+    monkeypatch.setattr(workers, "_TURN_SECONDS", 1.0)
+    clock = FakeClock()
+    turn, order = LoopTurn(clock), list[int]()
+
+    async def wait(number: int) -> None:
+        await turn.next()
+        order.append(number)
+        clock.now += 2.0
+
+    waiting = [asyncio.create_task(wait(number)) for number in range(20)]
+    await asyncio.sleep(0)
+    waiting[3].cancel()
+    turns = 0
+    while len(order) < 19:
+        await asyncio.sleep(0)
+        turns += 1
+    assert sorted(order) == [number for number in range(20) if number != 3]
+    assert turns < 60
