@@ -116,6 +116,9 @@ class SubmissionView(msgspec.Struct, frozen=True, kw_only=True):
     failed_tasks: int
     aborted_tasks: int
     waiting: tuple[WaitingBatch, ...]
+    """The foremost batches that wait, 100 at most. There are fewer, or none, where the first 20 000 attempts that lie
+    in the queue were mostly aborted: `queued_attempts` counts all that wait.
+    """
     scheduled_tasks: int = 0
     """All that were submitted since its results were last discarded."""
     collectable_tasks: int = 0
