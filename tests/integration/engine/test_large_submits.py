@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import grpc
@@ -38,6 +38,7 @@ from py_scheduler.wire.tasks import encode_submission_chunks
 from tests.support.handlers import GatedAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
 from tests.support.loop_lag import LIMIT_SECONDS, LoopLag
+from tests.support.servers.grpc_calls import submit_raw
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,17 +125,6 @@ async def test_over_a_channel_while_the_loop_goes_on() -> None:
         finally:
             await server.stop()
         assert harness.engine.ledger.open_tasks == len(tasks)
-
-
-def submit_raw(address: str, raw: bytes) -> bytes:
-    """In a thread of its own, so that only the server is in the loop."""
-    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-    with grpc.insecure_channel(address, options=options) as channel:
-        call: Any = channel.unary_unary(
-            f"/{service.DESCRIPTOR.services_by_name['SchedulerService'].full_name}/SubmitTasks"
-        )
-        reply: bytes = call(raw, timeout=60)
-        return reply
 
 
 # What it promises
