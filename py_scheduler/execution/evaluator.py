@@ -37,7 +37,12 @@ RunningT = TypeVar("RunningT", bound=RunningAttempt)
 
 
 class AttemptBoard(Protocol[RunningT]):
-    """Where an evaluator says what it is about to do, and what came of it. It gets back what it gave out."""
+    """Where an evaluator says what it is about to do, and what came of it. It gets back what it gave out.
+
+    is_paused: no attempt is to begin for now. Permits are given back.
+    """
+
+    is_paused: bool
 
     def begin(
         self, planned: PlannedAttempt, evaluator: Evaluator, token: PlacementToken | None, worker: Worker
@@ -94,7 +99,7 @@ class Evaluator:
         pending, board, spec, services = self.pending, self.board, self.spec, self.services
         handle = self.runners.standing_handle
         try:
-            while pending and worker.takes_work:
+            while pending and worker.takes_work and not board.is_paused:
                 if handle is None or not handle.is_usable:
                     if handle is not None:
                         handle.leave()

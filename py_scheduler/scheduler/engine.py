@@ -107,7 +107,10 @@ class Engine:
         self._generation_backends = generation_backends
         self._whole_ledger = Ledger(settings.retained_submissions, settings.staleness)
         self._ledger = self._whole_ledger.state
-        self._event_log = EventLog(journal, settings.retained_events, settings.retained_bytes)
+        self._event_log = EventLog(
+            journal, settings.retained_events, settings.retained_bytes, settings.max_uncommitted_bytes
+        )
+        self._event_log.behind_listener = self._journal_is_behind
         self._gate = StalenessGate(self._ledger, settings.staleness) if settings.staleness else None
         self._recorder = Recorder(self._whole_ledger, self._event_log)
         if self._gate is not None:
@@ -282,6 +285,10 @@ class Engine:
 
     def _permit_returned(self, spec: EvaluatorSpec, namespace: str, taken_at: float) -> None:
         self._admission.permit_returned(spec, namespace, taken_at)
+
+    def _journal_is_behind(self, is_behind: bool) -> None:
+        self._supervisor.is_paused = is_behind
+        self._admission.pause() if is_behind else self._admission.resume()
 
     def _room_is_stranded(self, attempts: Iterable[tuple[EvaluatorSpec, RunningAttempt]]) -> None:
         self._admission.room_is_stranded(attempts)

@@ -248,6 +248,7 @@ class IntakeLimits:
         stops.
         """
         self._event_log.check_writable()
+        self._event_log.check_keeps_up()
         if self._admission.is_stopped:
             raise FailedPreconditionError("the server is shutting down and takes no tasks: submit to another one")
         tasks, made = len(command.tasks), command.prepared

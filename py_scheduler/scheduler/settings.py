@@ -57,6 +57,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How long a collect that has its `min_num` waits for more, unless it says so itself."""
     max_kept_bytes: int = 8 << 30
     """Of results that wait to be collected or acknowledged. While they take more, tasks to be collected are refused."""
+    max_uncommitted_bytes: int = 256 << 20
+    """Of events that the journal's disk has not taken yet. While they take more, submits are refused for now and
+    nothing begins, until half of that is on disk; what runs goes on.
+    """
     retained_events: int = 1_000_000
     """What the journal keeps at most for watchers that come back."""
     retained_bytes: int = 1 << 30

@@ -118,6 +118,8 @@ class Supervisor:
         self.groups = GroupScorer(recorder, services.clock, settings, runners, self._stopped.ring)
         self.is_draining = False
         """No attempt begins any more; those that run may finish."""
+        self.is_paused = False
+        """No attempt begins for now; what was let in and has not begun waits for room again."""
 
     def launch(
         self,

@@ -5,11 +5,13 @@ Invariants
   2. Each watcher sees consecutive (after, through] ranges, such as (0, 40] and then (40, 45]. A filter drops events
      from a frame, and never a range.
   3. Memory does not grow with a slow watcher: the tail is bounded, and whoever falls behind it reads the journal.
+  4. Nor with a slow disk: while it is behind by so much, whoever makes events begins nothing more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,9 +37,11 @@ from py_scheduler.scheduler.log.acknowledgements import Acknowledgements
 from py_scheduler.scheduler.notifier import Notifier, rings_within
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from py_scheduler.domain.ports import Journal
+
+logger = logging.getLogger(__name__)
 
 KIND_OF_EVENT: dict[type, EventKind] = {
     TasksAccepted: EventKind.TASKS_ACCEPTED,
@@ -78,8 +82,17 @@ class _Wanted(msgspec.Struct, frozen=True):
 class EventLog:
     """The committed events' newest part, and who waits for more."""
 
-    def __init__(self, journal: Journal, max_tail_events: int = 1 << 62, max_tail_bytes: int = 1 << 62) -> None:
-        """The tail is never longer than what the journal keeps: for one in memory it would keep what that dropped."""
+    def __init__(
+        self,
+        journal: Journal,
+        max_tail_events: int = 1 << 62,
+        max_tail_bytes: int = 1 << 62,
+        max_uncommitted_bytes: int = 1 << 62,
+    ) -> None:
+        """The tail is never longer than what the journal keeps: for one in memory it would keep what that dropped.
+
+        max_uncommitted_bytes: what the disk may be behind by, as events count themselves.
+        """
         self._journal = journal
         self._max_tail_events = min(_TAIL_EVENTS, max_tail_events)
         self._max_tail_bytes = min(_TAIL_BYTES, max_tail_bytes)
@@ -87,6 +100,13 @@ class EventLog:
         self._outbox: list[EventRecord] = []
         self._flush_is_due = False
         self._uncommitted: list[EventRecord] = []
+        self._max_uncommitted_bytes = max_uncommitted_bytes
+        self.uncommitted_bytes = 0
+        """Of events that were appended and are not committed."""
+        self.is_behind = False
+        """Whether those took over `max_uncommitted_bytes`, and have not come down to half of that since."""
+        self.behind_listener: Callable[[bool], None] = lambda _is_behind: None
+        """Told whenever that changes."""
         self._tail: list[EventRecord] = []
         self._tail_bytes = 0
         self._read_through = 0
@@ -110,6 +130,9 @@ class EventLog:
         assert record.sequence == self._appended_sequence + 1, "a hole in the sequence would never be noticed later"
         self._appended_sequence = record.sequence
         self._outbox.append(record)
+        self.uncommitted_bytes += record.size
+        if self.uncommitted_bytes > self._max_uncommitted_bytes and not self.is_behind:
+            self._set_behind(is_behind=True)
         if not self._flush_is_due:
             self._flush_is_due = True
             asyncio.get_running_loop().call_soon(self.flush)
@@ -141,6 +164,23 @@ class EventLog:
                 "the journal cannot be written for now: send the same request again later", _RETRY_AFTER_SECONDS
             ) from self.failure
 
+    def check_keeps_up(self) -> None:
+        """Raises ResourceExhaustedError while the journal's disk is behind."""
+        if self.is_behind:
+            raise ResourceExhaustedError(
+                f"{self.uncommitted_bytes} bytes of events wait for the journal's disk, max_uncommitted_bytes is "
+                f"{self._max_uncommitted_bytes}: send the same request again later",
+                _RETRY_AFTER_SECONDS,
+            )
+
+    def _set_behind(self, *, is_behind: bool) -> None:
+        self.is_behind = is_behind
+        if is_behind:
+            logger.warning("the journal's disk is behind by %d bytes: nothing begins for now", self.uncommitted_bytes)
+        else:
+            logger.warning("the journal's disk keeps up again")
+        self.behind_listener(is_behind)
+
     @property
     def is_broken(self) -> bool:
         """Whether the journal will never write again."""
@@ -157,7 +197,11 @@ class EventLog:
         committed, self._uncommitted = self._uncommitted[:count], self._uncommitted[count:]
         self.committed_sequence = through_sequence
         self._tail.extend(committed)
-        self._tail_bytes += sum([record.size for record in committed])
+        size = sum([record.size for record in committed])
+        self._tail_bytes += size
+        self.uncommitted_bytes -= size
+        if self.is_behind and self.uncommitted_bytes <= self._max_uncommitted_bytes // 2:
+            self._set_behind(is_behind=False)
         if len(self._tail) > _SLACK * self._max_tail_events or self._tail_bytes > _SLACK * self._max_tail_bytes:
             self._cut_tail()
         self._news.ring()

@@ -90,6 +90,7 @@ class Admission:
         if gate is not None:
             gate.opened = self._wake.set
         self.is_stopped = False
+        self._is_paused = False
         self.reasons = WaitingReasons(self._queue, recorder.ledger, clock, gate)
 
     def enqueueing(
@@ -213,6 +214,14 @@ class Admission:
         """Lets nothing in any more; what waits goes on waiting."""
         self.is_stopped = self.reasons.is_stopped = True
 
+    def pause(self) -> None:
+        """Lets nothing in until `resume`: the journal's disk is behind."""
+        self._is_paused = self.reasons.is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = self.reasons.is_paused = False
+        self._wake.set()
+
     async def run(self) -> None:
         """The resident loop: one sweep for each wake."""
         while True:
@@ -241,7 +250,8 @@ class Admission:
         if self._gate is not None and not self.is_stopped:
             may_be_more = self._take_from(self._gate, now, turn_ends)
         queue, room = self._queue, self.room
-        while not self.is_stopped and (room.permits_out < room.max_permits or queue.pending_leases):
+        lets_in = not self.is_stopped and not self._is_paused
+        while lets_in and (room.permits_out < room.max_permits or queue.pending_leases):
             entry = queue.offer(now, _LOOKS)
             if entry is None:
                 if not queue.is_half_way:

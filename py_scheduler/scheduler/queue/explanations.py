@@ -50,6 +50,7 @@ _FOREMOST_FIRST = (
     (AttemptState.QUEUED, TaskPhase.QUEUED),
 )
 _SHUTTING_DOWN = "the server is shutting down and admits nothing"
+_JOURNAL_IS_BEHIND = "the journal's disk is behind: nothing is admitted until it has caught up"
 _ITS_TURN = "it waits for its turn: `py-scheduler why TASK_ID`, with a task of it, says what is ahead"
 
 
@@ -65,6 +66,8 @@ class WaitingReasons:
         """For looks at the whole queue: many callers at once take no more of each turn of the loop than one."""
         self.is_stopped = False
         """Whether nothing is admitted any more."""
+        self.is_paused = False
+        """Whether nothing is admitted until the journal's disk has caught up."""
 
     def waiting(self, submission_id: str, limit: int) -> list[WaitingBatch]:
         """The waiting batches of a submission, in order, each with its reason: `limit` of them, or fewer if most of
@@ -124,6 +127,8 @@ class WaitingReasons:
     def _reason(self, entry: ReadyEntry, ahead: Ahead | None = None) -> str:
         if self.is_stopped:
             return _SHUTTING_DOWN
+        if self.is_paused:
+            return _JOURNAL_IS_BEHIND
         reason = self._why_not_admitted(entry)
         turn = describe_ahead(self._queue, entry, ahead) if ahead is not None else _ITS_TURN
         if reason and len(self._queue.flows) == 1:

@@ -8,7 +8,7 @@ from py_scheduler.adapters.memory_journal import MemoryJournal
 from py_scheduler.adapters.sqlite_journal.frames import Frame, bare_records_of, draft_of, framed, records_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from py_scheduler.domain.events import EventRecord
     from py_scheduler.domain.ports import Snapshot
@@ -20,6 +20,23 @@ class SurvivingJournal(MemoryJournal):
     @property
     def is_durable(self) -> bool:
         return True
+
+
+class SlowJournal(MemoryJournal):
+    """Commits when it is told to."""
+
+    def append(self, records: Sequence[EventRecord]) -> None:
+        on_commit, self._on_commit = self._on_commit, None
+        super().append(records)
+        self._on_commit = on_commit
+
+    def start(self, on_commit: Callable[[int], None], on_failure: Callable[[Exception], None]) -> None:
+        super().start(on_commit, on_failure)
+        self.fail = on_failure
+
+    def commit(self, through_sequence: int) -> None:
+        assert self._on_commit is not None
+        self._on_commit(through_sequence)
 
 
 class Store(MemoryJournal):

@@ -16,9 +16,10 @@ from py_scheduler.domain.results import TaskState
 from py_scheduler.errors import CursorExpiredError, InvalidArgumentError, ResourceExhaustedError
 from py_scheduler.scheduler.log import event_log as event_log_module
 from py_scheduler.scheduler.log.event_log import EventLog
+from tests.support.journal.journal_store import SlowJournal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator
 
 
 def record(sequence: int, submission_id: str = "s", namespace: str = "default") -> EventRecord:
@@ -36,23 +37,6 @@ def record(sequence: int, submission_id: str = "s", namespace: str = "default") 
             unix_seconds=0.0,
         ),
     )
-
-
-class SlowJournal(MemoryJournal):
-    """Commits when it is told to."""
-
-    def append(self, records: Sequence[EventRecord]) -> None:
-        on_commit, self._on_commit = self._on_commit, None
-        super().append(records)
-        self._on_commit = on_commit
-
-    def start(self, on_commit: Callable[[int], None], on_failure: Callable[[Exception], None]) -> None:
-        super().start(on_commit, on_failure)
-        self.fail = on_failure
-
-    def commit(self, through_sequence: int) -> None:
-        assert self._on_commit is not None
-        self._on_commit(through_sequence)
 
 
 def log_with(count: int, journal: MemoryJournal | None = None) -> EventLog:
@@ -282,3 +266,24 @@ async def test_submissions_that_nobody_ever_acknowledges_leave_nothing_when_the_
         log.flush()
     read = log.acknowledgements
     assert max(len(read._readers), len(read._oldest)) < 2_500
+
+
+async def test_it_is_behind_from_so_many_bytes_on_until_half_of_them_are_on_disk() -> None:
+    journal, told = SlowJournal(), list[bool]()
+    size = record(1).size
+    log = EventLog(journal, max_uncommitted_bytes=4 * size)
+    log.behind_listener = told.append
+    log.start(0)
+    for sequence in range(1, 7):
+        log.append(record(sequence))
+        assert log.is_behind is (sequence > 4)
+    log.flush()
+    with pytest.raises(ResourceExhaustedError, match="max_uncommitted_bytes") as refused:
+        log.check_keeps_up()
+    assert refused.value.retry_after_seconds
+    for sequence in range(1, 7):
+        journal.commit(sequence)
+        assert log.uncommitted_bytes == (6 - sequence) * size
+        assert log.is_behind is (sequence < 4)
+    log.check_keeps_up()
+    assert told == [True, False]
