@@ -94,7 +94,9 @@ def new_task(task_id: str, task: Task, submission: SubmissionRecord, unix_second
     """A fresh record, its samples split into SubTasks as its config says."""
     samples = task.config.repeat_times
     size = task.config.max_samples_per_subtask or samples
-    if size == 1:
+    if size >= samples:
+        subtasks = [SubTaskRecord(0, samples)]  # Not by a loop: its list would have room for more.
+    elif size == 1:
         subtasks = [SubTaskRecord(sample_no, 1) for sample_no in range(samples)]
     else:
         subtasks = [SubTaskRecord(first, min(size, samples - first)) for first in range(0, samples, size)]

@@ -142,14 +142,20 @@ class ReadyQueue:
         """Adds a batch of at least one attempt; which flow it is in, the first of them says."""
         first, arrival, room = attempts[0], next(self._arrivals), self.room
         namespace = first.namespace
-        # What joins a batch that waits stands before batches of the same place that came later.
-        sibling = next(iter(self.batches.of_submission(first.submission_id)), None)
-        came = arrival if sibling is None else sibling.order[CAME]
         count = len(attempts)
+        flow, shape = (namespace, self._tells_evals_apart and first.task.config.is_eval), (spec.evaluator_id, count)
+        sibling = next(iter(self.batches.of_submission(first.submission_id)), None)
+        came = arrival
+        if sibling is not None:
+            # What joins a batch that waits stands before batches of the same place that came later.
+            came = sibling.order[CAME]
+            # Of a million that wait, each would have a copy of its own.
+            flow = sibling.flow if sibling.flow == flow else flow
+            shape = sibling.shape if sibling.shape == shape else shape
         entry = ReadyBatch(
-            flow=(namespace, self._tells_evals_apart and first.task.config.is_eval),
+            flow=flow,
             order=(*first.batch_key, came, arrival),
-            shape=(spec.evaluator_id, count),
+            shape=shape,
             per_sample=room.sample_of(spec),
             tokens=1 if count == 1 else room.tokens_at_once(spec, count, namespace),
             cost=count,

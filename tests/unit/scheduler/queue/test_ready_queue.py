@@ -67,6 +67,13 @@ def test_what_joins_a_batch_that_waits_stands_before_equal_batches_that_came_lat
     assert admit_all(queue) == ["1/a 6", "1/b 7"], "nothing of either waited"
 
 
+def test_batches_of_one_submission_that_want_the_same_hold_it_once() -> None:
+    queue = ReadyQueue(OneKindOfRoom(), max_bypass=8)
+    for number in range(100):
+        push(queue, str(number))
+    assert len({(id(entry.flow), id(entry.shape)) for entry in queue.entries()}) == 1
+
+
 def test_leases_too_go_by_the_whole_of_their_batch_ids() -> None:
     queue = ReadyQueue(OneKindOfRoom(), max_bypass=8)
     batch_ids: list[BatchId] = ["1/eval", 2, 1, "other", "0/eval"]
