@@ -303,6 +303,10 @@ class EventRecord(msgspec.Struct, gc=False):
     """Bytes in memory, approximate."""
     encoded: bytes | None = None
     """A cache of its wire form, shared by all watchers."""
+    tasks_as_decided: list[bytes] | None = None
+    """Of a TasksAccepted that a journal writes in slices: each task in msgpack, as it was when it was decided. Whoever
+    has a task's metadata may change them meanwhile. None: they are written as they are; the journal sets it then.
+    """
 
 
 def approximate_size(event: Event) -> int:

@@ -255,7 +255,9 @@ class Engine:
 
     def _record_accepted(self, command: AcceptTasks, plan: Plan) -> None:
         made = command.prepared
-        for event in self._recorder.record(command, command.key.namespace, made.size if made is not None else 0):
+        if made is not None and not self._journal.is_durable:
+            made.encoded = None
+        for event in self._recorder.record(command, command.key.namespace, made):
             if type(event) is not TasksAccepted:
                 continue
             if made is not None and made.accepted is event.tasks:

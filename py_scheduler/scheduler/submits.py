@@ -141,7 +141,8 @@ class LargeSubmits:
 
     def _taking_in(self, arrived: _Arrived) -> Generator[None, None, SubmitReply]:
         request = yield from arrived.reading
-        digest = yield from digesting(request)
+        encoded: list[bytes] = []
+        digest = yield from digesting(request, encoded)
         namespace, requests = request.key.namespace, self._ledger.state.requests
         arrived.decided = requests.repeated(namespace, request.request_id, digest)
         if arrived.decided is None:
@@ -149,6 +150,8 @@ class LargeSubmits:
             command = command_of(request, digest, plan, self._clock)
             self._limits.check(command)  # What will be refused anyway is not prepared first.
             command = yield from self._ledger.preparing(command)
+            assert command.prepared is not None
+            command.prepared.encoded = encoded
             # Others were decided meanwhile, and nodes may have gone. Those that go later find its tasks.
             self._intake.guard_again(plan)
             self._limits.check(command)

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from py_scheduler.domain.events import AttemptEnded, EventRecord, JournalledEvent, TasksAccepted, approximate_size
+from py_scheduler.domain.events import (
+    AcceptedTask,
+    AttemptEnded,
+    EventRecord,
+    JournalledEvent,
+    TasksAccepted,
+    approximate_size,
+)
 from py_scheduler.domain.trajectory import EMPTY_TRAJECTORY, Trajectory
 
 if TYPE_CHECKING:
@@ -117,7 +124,7 @@ def is_large(records: Sequence[EventRecord]) -> bool:
     """Whether there is an event of many tasks among them, which may have any metadata."""
     for record in records:
         event = record.event
-        if type(event) is TasksAccepted and len(event.tasks) > _TASKS_AT_ONCE:
+        if record.tasks_as_decided or (type(event) is TasksAccepted and len(event.tasks) > _TASKS_AT_ONCE):
             return True
     return False
 
@@ -150,7 +157,7 @@ def _parts_of(record: EventRecord, payload: bytearray) -> Iterator[bytes]:
             value = getattr(event, name)
             if name == "tasks":
                 yield _list_head(len(value))
-                yield from map(_encode, value)
+                yield from map(_encode, value) if record.tasks_as_decided is None else _as_decided(record, event)
             else:
                 yield _encode(value)
         yield _encode(())
@@ -158,6 +165,14 @@ def _parts_of(record: EventRecord, payload: bytearray) -> Iterator[bytes]:
         yield _encode(_ended(record.namespace, event, payload))
     else:
         yield _encode((record.namespace, event, ()))
+
+
+def _as_decided(record: EventRecord, event: TasksAccepted) -> Iterator[bytes]:
+    """Its tasks, and lets go of what they were made of."""
+    encoded, record.tasks_as_decided = record.tasks_as_decided, None
+    head = _list_head(len(AcceptedTask.__struct_fields__))
+    for accepted, task in zip(event.tasks, encoded or (), strict=True):
+        yield head + _encode(accepted.task_id) + task
 
 
 def _list_head(count: int) -> bytes:

@@ -121,6 +121,8 @@ class NewTasks(msgspec.Struct, gc=False):
     """More than there are `client_keys` if one stands twice."""
     size: int = 0
     """Of the event, bytes in memory."""
+    encoded: list[bytes] | None = None
+    """Each task in msgpack, as it was digested; None: nobody writes them down."""
 
     def add(self, accepted: Iterable[AcceptedTask], event: TasksAccepted) -> None:
         """Makes records of some more tasks. event: what it says of all of them; its own tasks are not looked at."""

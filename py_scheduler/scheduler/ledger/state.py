@@ -220,8 +220,10 @@ def request_digest(request: SubmitRequest) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def digesting(request: SubmitRequest) -> Generator[None, None, bytes]:
-    """`request_digest` in slices: of the same bytes, as they come one after another."""
+def digesting(request: SubmitRequest, tasks_encoded: list[bytes]) -> Generator[None, None, bytes]:
+    """`request_digest` in slices: of the same bytes, as they come one after another. tasks_encoded: gets those of each
+    task.
+    """
     before, after, tasks = _said_before(request), _said_after(request), request.tasks
     hashed = hashlib.blake2b(_list_head(len(before) + 1 + len(after)), digest_size=16)
     try:
@@ -230,6 +232,7 @@ def digesting(request: SubmitRequest) -> Generator[None, None, bytes]:
         size = 0
         for encoded in map(_encode_sorted, tasks):
             hashed.update(encoded)
+            tasks_encoded.append(encoded)
             size += len(encoded)
             if size > _DIGESTED_BYTES:
                 size = 0

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.ports import Clock
     from py_scheduler.scheduler.ledger.commands import Command
     from py_scheduler.scheduler.ledger.ledger import Ledger
+    from py_scheduler.scheduler.ledger.records import NewTasks
     from py_scheduler.scheduler.log.event_log import EventLog
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,10 @@ class Recorder:
         self.listeners: dict[str, list[Callable[[], None]]] = {}
         """By submission: whoever is to be called when its tasks or results become more or fewer."""
 
-    def record(self, command: Command, namespace: str, size: int = 0) -> list[Event]:
+    def record(self, command: Command, namespace: str, made: NewTasks | None = None) -> list[Event]:
         """The events the command made, already applied and on their way to the journal; none when it came too late.
 
-        size: of its one event, in memory, if that is known.
+        made: what a submit was prepared with.
         """
         ledger, state = self._ledger, self.ledger
         events = ledger.decide(command)
@@ -61,7 +62,10 @@ class Recorder:
             for listener in self.event_listeners:
                 listener(event, namespace)
             if type(event) is not AttemptsLeased:
-                record = EventRecord(state.last_sequence, namespace, event, size or approximate_size(event))
+                if made is None:
+                    record = EventRecord(state.last_sequence, namespace, event, approximate_size(event))
+                else:
+                    record = EventRecord(state.last_sequence, namespace, event, made.size, None, made.encoded)
                 self._event_log.append(record)
                 if type(event) in _TOLD:
                     self._tell(event)

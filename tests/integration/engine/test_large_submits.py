@@ -315,6 +315,28 @@ async def test_what_was_decided_when_the_engine_closes_is_answered_so(is_durable
             assert await harness.engine.submit(request) == reply
 
 
+async def test_metadata_that_change_after_the_decision_are_written_as_they_were(tmp_path: Path) -> None:
+    """By the caller, who has them too, or by a handler: the journal takes several turns to encode so many tasks."""
+    agent = GatedAgent()
+    tasks = tuple([Task(config=TaskConfig(task_type="agent"), metadata={"number": n}) for n in range(MANY)])
+    request = SubmitRequest(request_id="r", key=SubmissionKey(1), tasks=tasks)
+    async with running_engine(spec_of(agent), journal=SqliteJournal(tmp_path), max_running_samples=1) as harness:
+        call = started(harness, request)
+        while not harness.engine.ledger.open_tasks:  # noqa: ASYNC110 -- gives the loop back, and nothing tells of it
+            await asyncio.sleep(0)
+        tasks[-1].metadata["number"] = object()
+        tasks[-2].metadata["number"] = "other"
+        reply = await call
+        assert len(reply.task_ids) == MANY
+        assert (await harness.submit([task_of()], 2)).task_ids, "the journal works"
+    for number in (1, 2):
+        tasks[-number].metadata["number"] = MANY - number
+    async with running_engine(spec_of(agent), journal=SqliteJournal(tmp_path), max_running_samples=1) as harness:
+        assert await harness.engine.submit(request) == reply
+        records = [harness.engine.ledger.open_task(task_id) for task_id in reply.task_ids]
+        assert [record.task for record in records] == list(tasks)
+
+
 async def test_one_that_drains_neither() -> None:
     agent = GatedAgent()
     async with running_engine(spec_of(agent), max_running_samples=1) as harness:

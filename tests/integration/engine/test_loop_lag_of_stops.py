@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from py_scheduler.domain.requests import SubmitReply
     from py_scheduler.domain.task import Task
     from py_scheduler.scheduler.ledger.commands import Command
+    from py_scheduler.scheduler.ledger.records import NewTasks
 
 MOST_SAMPLES = 65_536
 MANY_AT_ONCE = Resource(concurrency=8_000)
@@ -145,10 +146,10 @@ async def test_a_batch_of_very_many_samples_is_called_leased_in_several_turns(mo
     async with running_engine(spec_of(agent), max_running_samples=1) as harness:
         record = harness.engine._recorder.record
 
-        def note(command: Command, namespace: str, size: int = 0) -> list[Event]:
+        def note(command: Command, namespace: str, made: NewTasks | None = None) -> list[Event]:
             if isinstance(command, LeaseAttempts):
                 turns.append(len(command.attempts))
-            return record(command, namespace, size)
+            return record(command, namespace, made)
 
         monkeypatch.setattr(harness.engine._recorder, "record", note)
         reply = await harness.submit([of_single_samples(10)], 1)

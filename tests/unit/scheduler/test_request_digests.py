@@ -97,19 +97,19 @@ def test_a_digest_that_is_made_in_slices_is_the_same(
     some: list[Task], times: int, batch_id: BatchId, iteration: IterationContext | None, delivery: Delivery
 ) -> None:
     request = request_of(*some * times, key=SubmissionKey(batch_id, "ns"), iteration=iteration, delivery=delivery)
-    assert at_once(digesting(request)) == request_digest(request)
+    assert at_once(digesting(request, [])) == request_digest(request)
 
 
 @pytest.mark.parametrize("count", [65_535, 65_536])
 def test_so_is_that_of_a_list_whose_length_takes_more_bytes(count: int) -> None:
     request = request_of(*[Task(config=TaskConfig(task_type="a"))] * count)
-    assert at_once(digesting(request)) == request_digest(request)
+    assert at_once(digesting(request, [])) == request_digest(request)
 
 
 def test_what_cannot_be_stored_is_refused_in_slices_too() -> None:
     unwritable = request_of(Task(config=TaskConfig(task_type="a"), metadata={"a": 1 << 70}))
     with pytest.raises(InvalidArgumentError, match="only JSON values"):
-        at_once(digesting(unwritable))
+        at_once(digesting(unwritable, []))
     faulty = Task(config=TaskConfig(task_type="a", repeat_times=0), metadata={"a": 1 << 70})
     with pytest.raises(InvalidArgumentError, match="at least 1"):
-        at_once(digesting(request_of(faulty)))
+        at_once(digesting(request_of(faulty), []))

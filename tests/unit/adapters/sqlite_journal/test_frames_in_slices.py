@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,3 +47,16 @@ def test_and_they_are_read_back(event: TasksAccepted) -> None:
     draft = at_once(drafting([EventRecord(7, "ns", event)]))
     (record,) = records_of(framed(draft, b"", 0.0), b"")
     assert (record.sequence, record.event) == (7, event)
+
+
+@given(accepted)
+def test_tasks_are_written_as_they_were_when_they_were_decided(event: TasksAccepted) -> None:
+    """And what they were is not held any longer."""
+    encoded = [msgspec.msgpack.encode(named.task, order="deterministic") for named in event.tasks]
+    other = msgspec.structs.replace(event.tasks[0].task, metadata={"changed": object()}) if event.tasks else None
+    changed = tuple(msgspec.structs.replace(named, task=other) for named in event.tasks)
+    record = EventRecord(7, "ns", msgspec.structs.replace(event, tasks=changed), tasks_as_decided=encoded)
+    assert frames.is_large([record]) == bool(encoded)
+    (written,) = records_of(framed(at_once(drafting([record])), b"", 0.0), b"")
+    assert written.event == event
+    assert record.tasks_as_decided is None
