@@ -35,6 +35,14 @@ LOST_CONNECTION = (aiohttp.ClientError, OSError)
 """What aiohttp raises when a connection is refused, reset, cut off or silent (TimeoutError is an OSError)."""
 
 
+def is_away(error: BaseException | None) -> bool:
+    """Whether this is how a request ends at a server that is not there, or was not for a moment. Silence tells
+    nothing: it may have much to do.
+    """
+    is_silence = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError)
+    return isinstance(error, LOST_CONNECTION) and not is_silence
+
+
 class Response(Protocol):
     """What is read of an answer."""
 
@@ -107,13 +115,13 @@ class HttpClient:
         """
         return self._open(fresh=fresh).post(path, msgspec.json.encode(body))
 
-    async def get_json(self, path: str, *, timeout_seconds: float) -> Any:
-        """Raises EngineUnavailableError when there is no good answer in time."""
-        return await self._json(self._open().session.get(self.base_url + path), path, timeout_seconds)
+    async def get_json(self, path: str, *, timeout_seconds: float, fresh: bool = False) -> Any:
+        """Raises EngineUnavailableError when there is no good answer in time. fresh: as of `post`."""
+        return await self._json(self._open(fresh=fresh).session.get(self.base_url + path), path, timeout_seconds)
 
-    async def post_json(self, path: str, body: Any, *, timeout_seconds: float) -> Any:
-        """Raises EngineUnavailableError when there is no good answer in time."""
-        return await self._json(self.post(path, body), path, timeout_seconds)
+    async def post_json(self, path: str, body: Any, *, timeout_seconds: float, fresh: bool = False) -> Any:
+        """Raises EngineUnavailableError when there is no good answer in time. fresh: as of `post`."""
+        return await self._json(self.post(path, body, fresh=fresh), path, timeout_seconds)
 
     async def _json(self, request: AbstractAsyncContextManager[Response], path: str, timeout_seconds: float) -> Any:
         try:

@@ -9,6 +9,8 @@ Invariants:
   error of the server's, raises EngineUnavailableError with the tokens so far as `partial`, whose finish reason is
   ABORT: never taken for complete.
 - Nothing is sent that `check_request` has not passed.
+- After a connection that broke the server is asked what it serves before the next attempt. Tokens of which nobody told
+  the weights are of those that it had, if it still has them; else their weights have no name.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 import aiohttp
+import msgspec
 
 from py_scheduler.adapters.http_client import (
     HTTP_OK,
@@ -26,6 +29,7 @@ from py_scheduler.adapters.http_client import (
     HttpClient,
     body_of,
     error_message,
+    is_away,
     sse_payloads,
 )
 from py_scheduler.adapters.http_server.attempt import AttemptFailedError
@@ -34,14 +38,15 @@ from py_scheduler.adapters.http_server.encoded import EncodedPrompts, chat_body,
 from py_scheduler.adapters.http_server.values import NOTHING
 from py_scheduler.adapters.in_flight import Flight, Flights
 from py_scheduler.adapters.request_checks import check_request
-from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
+from py_scheduler.domain.generation import Generation, WeightSpan
+from py_scheduler.errors import EngineRejectedError, EngineUnavailableError, GenerationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from py_scheduler.adapters.http_server.attempt import Attempt, Output
     from py_scheduler.adapters.http_server.settings import ServerSettings
-    from py_scheduler.domain.generation import ChatMessage, Generation, GenerationRequest, ModelInfo
+    from py_scheduler.domain.generation import ChatMessage, GenerationRequest, ModelInfo
 
 DONE = b"[DONE]"
 ABORT_REPEAT_SECONDS = 0.25
@@ -128,13 +133,18 @@ class HttpBackend(HttpControl):
         retry, wanted = self._limits.retry, request.sampling.max_new_tokens
         with self._flights.enter(request.rid) as flight:
             info = await self.model_info()
-            check_request(request, info, self._limits.default_max_new_tokens if wanted is None else wanted)
+            most = self._limits.default_max_new_tokens if wanted is None else wanted
+            check_request(request, info, most)
             failed = 0
             while True:
                 rid = f"{request.rid}~{self._nonce}{next(self._attempt_numbers)}"
                 try:
-                    await self._until_known(request, flight)
-                    return await self._attempt(rid, request, flight, fresh=failed > 0)
+                    info = await self._met(request, most, flight)
+                    return await self._told(info, await self._attempt(rid, request, flight, fresh=failed > 0))
+                except GenerationError as error:
+                    if isinstance(error.partial, Generation):
+                        error.partial = await self._told(info, error.partial)
+                    raise
                 except AttemptFailedError as failure:
                     failed += 1
                     if self._is_behind_router:
@@ -177,6 +187,29 @@ class HttpBackend(HttpControl):
 
     # -- one attempt
 
+    async def _met(self, request: GenerationRequest, most: int, flight: Flight) -> ModelInfo:
+        """What the server is now. most: tokens that are asked for. Raises AttemptFailedError, EngineRejectedError."""
+        if self._served.is_doubted:
+            try:
+                async with flight.watched(self._limits.first_token_timeout_seconds):
+                    await self._served.meet_again(self.refresh_model_info)
+            except (TimeoutError, EngineUnavailableError) as error:
+                raise AttemptFailedError(str(error) or "no answer in time") from error
+            check_request(request, await self.model_info(), most)
+        await self._until_known(request, flight)
+        return await self.model_info()
+
+    async def _told(self, before: ModelInfo, made: Generation) -> Generation:
+        """With the weights, where the server has not told them. before: what it was when the attempt began."""
+        if made.weight_spans or not made.token_count:
+            return made
+        try:
+            now = await self.weight_version()
+        except GenerationError:
+            now = ""
+        version = now if now == before.weight_version else ""
+        return msgspec.structs.replace(made, weight_spans=(WeightSpan(version, 0, made.token_count),))
+
     async def _attempt(self, rid: str, request: GenerationRequest, flight: Flight, *, fresh: bool) -> Generation:
         path, body, is_stream, silence, output = self._attempt_of(rid, request)
         over = False
@@ -202,8 +235,11 @@ class HttpBackend(HttpControl):
                 raise aiohttp.ClientPayloadError("the stream ended before the generation did")
         except aiohttp.ClientConnectorError as error:
             over = True  # It never reached the server.
+            self._served.was_away()
             return self._cut_short(flight, output.partial(), str(error))
         except LOST_CONNECTION as error:
+            if is_away(error):
+                self._served.was_away()
             if not over:
                 over = True
                 await asyncio.wait({self._flights.clean_up(self._abort_at_server(rid))})

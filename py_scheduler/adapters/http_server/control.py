@@ -119,6 +119,7 @@ class HttpControl:
                     message = f"{client.base_url}{path}: no answer within {timeout_seconds:g} s"
                     raise EngineUnavailableError(message) from error
                 except LOST_CONNECTION as error:
+                    self._served.was_away()
                     if failed == retry.attempts:
                         raise EngineUnavailableError(f"{client.base_url}{path}: {error}") from error
                 await asyncio.sleep(retry.wait_seconds(failed))

@@ -132,7 +132,7 @@ class ServedSglang(ServedModel):
 
     async def _ask_vocab_size(self) -> int:
         try:
-            async with self._controls[0].post("/generate", VOCAB_QUESTION) as response:
+            async with self._controls[0].post("/generate", VOCAB_QUESTION, fresh=self.is_doubted) as response:
                 said = VALID_IDS.search(error_message(await body_of(response)))
         except LOST_CONNECTION as error:
             raise EngineUnavailableError(f"{self._base_url}: {error}") from error

@@ -62,7 +62,7 @@ class VllmBackend(VllmControl, HttpBackend):
         body = generate_body(rid, request, self._settings)
         sampling = body["sampling_params"]
         between = min(sampling["max_tokens"], sampling.get("stream_interval", 1))
-        output = VllmOutput(info.weight_version, info.log_prob_kind)
+        output = VllmOutput(info.log_prob_kind)
         return Attempt(GENERATE, body, True, Silence.of(0, between, self._settings), output)
 
     async def _until_known(self, _request: GenerationRequest, flight: Flight) -> None:

@@ -53,21 +53,25 @@ class VllmControl(HttpControl):
 
     async def _update_between(self, update: WeightUpdate) -> None:
         """Of a server that is not paused. After a failure it goes on, and says that nobody knows its weights."""
-        self._is_left_paused = True
         self._flights.stand_still()
         try:
             await self._command("/pause?mode=wait", {}, self._limits.weight_update_timeout_seconds)
             await self._load(update)
         finally:
+            self._is_left_paused = True
             try:
                 await self.end_own_pause()
             finally:
                 self._flights.go_on()
 
     async def end_own_pause(self) -> None:
-        """Of an update, where the server has not heard that it may go on."""
+        """Of an update, where the server has not heard that it may go on. Whoever generates there next says it else."""
         if self._is_left_paused and self._paused_in is None:
-            await self._tell_resume(self._limits.pause_timeout_seconds)
+            try:
+                await self._tell_resume(self._limits.pause_timeout_seconds)
+            except BaseException:
+                self._served.was_away()
+                raise
         self._is_left_paused = False
 
     async def _load(self, update: WeightUpdate) -> None:

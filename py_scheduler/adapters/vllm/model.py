@@ -144,7 +144,7 @@ class ServedVllm(ServedModel):
 
     async def _question(self, body: object) -> tuple[int, bytes]:
         try:
-            async with self._controls[0].post(GENERATE, body) as response:
+            async with self._controls[0].post(GENERATE, body, fresh=self.is_doubted) as response:
                 return response.status, await body_of(response)
         except LOST_CONNECTION as error:
             raise EngineUnavailableError(f"{self._base_url}: {error}") from error

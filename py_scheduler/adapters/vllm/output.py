@@ -6,8 +6,7 @@ Invariants
   order. A generation of which the server says otherwise is an error, with the tokens before the fault as `partial`.
 - Each event has what is new, as many log-probs as ids. The last but one says why it ended, and which weights made which
   tokens; the last says how many tokens there are. One without either of them has not ended.
-- Only the end tells the weights. Tokens of a generation that was cut before are counted as of `weights`: those that the
-  server had when it began, or older ones. So they may be of newer weights than is said, never of older ones.
+- Only the end tells the weights. A generation that was cut before has no spans: whoever made the attempt names them.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ NO_LOG_PROB: Final = -9999.0
 
 
 class VllmOutput:
-    """Grows by `add`. weights: see above."""
+    """Grows by `add`."""
 
-    def __init__(self, weights: str, log_prob_kind: LogProbKind) -> None:
-        self._weights = weights
+    def __init__(self, log_prob_kind: LogProbKind) -> None:
         self._log_prob_kind = log_prob_kind
         self._refused: Refused | None = None
         self._reason: FinishReason | None = None
@@ -88,7 +86,7 @@ class VllmOutput:
         try:
             spans = self._spans()
         except EngineUnavailableError:
-            spans = self._oldest()
+            spans = ()
         return self._made(FinishReason.ABORT, spans)
 
     def _grow(self, choice: Choice) -> None:
@@ -112,15 +110,11 @@ class VllmOutput:
     def _spans(self) -> tuple[WeightSpan, ...]:
         told, count = self._told_spans, len(self._token_ids)
         if told is None:
-            return self._oldest()
+            return ()
         edges = [0, *(span.end for span in told)]
         if edges != sorted(edges) or edges[:-1] != [span.start for span in told] or edges[-1] != count:
             raise EngineUnavailableError(f"vLLM gave {count} tokens and weight versions for others: {told[:10]}")
         return tuple([WeightSpan(span.version, span.start, span.end) for span in told if span.start < span.end])
-
-    def _oldest(self) -> tuple[WeightSpan, ...]:
-        count = len(self._token_ids)
-        return (WeightSpan(self._weights, 0, count),) if count else ()
 
     def _made(self, reason: FinishReason, spans: tuple[WeightSpan, ...]) -> Generation:
         return Generation(

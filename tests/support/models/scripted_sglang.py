@@ -100,6 +100,9 @@ class ScriptedSglang:
     load_gate: asyncio.Event | None = None
     tokenize_status: int = 200
     tokenize_questions: int = 0
+    tokenize_failures: int = 0
+    """How many of its next answers are a 503."""
+    model_questions: int = 0
     opening: str = ""
     """What the chat template puts behind a conversation, for the answer to go on from."""
     is_paused: bool = False
@@ -161,6 +164,7 @@ class ScriptedSglang:
         return await handler(request)
 
     async def _model_info(self, _request: web.Request) -> web.Response:
+        self.model_questions += 1
         return web.json_response(
             {
                 "model_path": self.weights_path or "/models/tiny",
@@ -199,6 +203,9 @@ class ScriptedSglang:
     async def _tokenize(self, request: web.Request) -> web.Response:
         """One token per character; a conversation is its roles and contents in order."""
         self.tokenize_questions += 1
+        if self.tokenize_failures:
+            self.tokenize_failures -= 1
+            return refusal(503, "scripted", "error")
         if self.tokenize_status != 200:
             return refusal(self.tokenize_status, "scripted", "error")
         body = await request.json()

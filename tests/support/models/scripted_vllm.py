@@ -52,6 +52,7 @@ class ScriptedVllm(ScriptedSglang):
             app.router.add_post(path, self._control)
 
     async def _models(self, _request: web.Request) -> web.Response:
+        self.model_questions += 1
         served = {"id": self.model_name, "root": "/models/tiny", "parent": None, "max_model_len": self.context_length}
         return web.json_response({"object": "list", "data": [served]})
 

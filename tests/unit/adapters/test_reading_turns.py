@@ -64,7 +64,7 @@ def all_there(body: bytes) -> aiohttp.StreamReader:
 
 async def generated(kind: str, content: aiohttp.StreamReader) -> int:
     """Tokens, read as the backends read them."""
-    output: Output = VllmOutput("default", LogProbKind.SAMPLED) if kind == "vllm" else SglangOutput()
+    output: Output = VllmOutput(LogProbKind.SAMPLED) if kind == "vllm" else SglangOutput()
     async for payload in sse_payloads(content):
         output.add(payload)
     output.settle()

@@ -112,8 +112,17 @@ async def test_a_context_overflow_that_the_server_reports_is_classified(form: st
             await engine.generate(request())
 
 
-async def test_tokens_that_were_cut_off_count_as_of_the_weights_at_their_beginning() -> None:
-    """Only the end of a stream says which weights made them; these may be newer, and are never older."""
+async def test_tokens_that_were_cut_off_are_of_the_weights_at_their_beginning_if_the_server_still_has_them() -> None:
+    """Only the end of a stream says which weights made them. A server that was started anew in between has others."""
+    async with vllm_on() as (engine, server):
+        server.scripts.append(Script(disconnect_after=4))
+        with pytest.raises(EngineUnavailableError) as caught:
+            await engine.generate(request())
+        assert isinstance(caught.value.partial, Generation)
+        assert caught.value.partial.weight_spans == (WeightSpan("default", 0, 4),)
+
+
+async def test_of_tokens_that_were_cut_off_nobody_knows_the_weights_if_the_server_has_others_now() -> None:
     async with vllm_on() as (engine, server):
         server.weight_version = "newer than anybody was told"
         server.scripts.append(Script(disconnect_after=4))
@@ -121,9 +130,17 @@ async def test_tokens_that_were_cut_off_count_as_of_the_weights_at_their_beginni
             await engine.generate(request())
         partial = caught.value.partial
         assert isinstance(partial, Generation)
-        assert (partial.token_ids, partial.weight_spans) == (ids(4), (WeightSpan("default", 0, 4),))
+        assert (partial.token_ids, partial.weight_spans) == (ids(4), (WeightSpan("", 0, 4),))
         assert (await engine.generate(request("next"))).weight_spans == (WeightSpan(server.weight_version, 0, 8),)
         assert (await engine.model_info()).weight_version == server.weight_version
+
+
+async def test_a_server_that_came_back_with_other_log_probs_is_found_out() -> None:
+    async with vllm_on() as (engine, server):
+        assert (await engine.model_info()).log_prob_kind is LogProbKind.SAMPLED
+        server.log_prob_of_the_allowed = -1.5
+        server.scripts.append(Script(disconnect_before=True))
+        assert (await engine.generate(request())).log_prob_kind is LogProbKind.MODEL
 
 
 async def test_an_abort_tells_the_weights() -> None:

@@ -81,16 +81,26 @@ async def test_a_server_whose_load_failed_says_that_nobody_knows_its_weights(pau
         assert await engine.weight_version() == "v1"
 
 
-async def test_a_server_that_did_not_hear_that_it_may_go_on_after_an_update_hears_it_when_it_is_met_again() -> None:
+async def test_a_server_that_did_not_hear_that_it_may_go_on_after_an_update_hears_it_before_it_generates() -> None:
     async with vllm_on() as (engine, server):
         server.nonsense["/resume"] = 500, b"{}"
         with pytest.raises(EngineUnavailableError, match="/resume answered 500"):
             await engine.update_weights(V1)
         was_paused = server.is_paused
         del server.nonsense["/resume"]
-        await engine.refresh_model_info()
-        assert (was_paused, server.is_paused) == (True, False)
         assert (await engine.generate(request())).weight_spans == (WeightSpan("v1", 0, 8),)
+        assert (was_paused, server.is_paused) == (True, False)
+
+
+async def test_a_pause_in_which_weights_are_loaded_is_not_ended_by_who_meets_the_server_meanwhile() -> None:
+    async with vllm_on() as (engine, server):
+        server.control_gate = asyncio.Event()
+        updating = asyncio.create_task(engine.update_weights(V1))
+        await server.until(lambda: bool(server.calls))
+        await engine.refresh_model_info()
+        assert server.calls == ["/pause mode=wait"]
+        server.control_gate.set()
+        await updating
 
 
 async def test_while_it_loads_it_tells_the_weights_that_it_had() -> None:
