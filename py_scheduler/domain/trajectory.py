@@ -105,6 +105,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 EMPTY_TRAJECTORY = Trajectory()
+_NOTHING_ASKED = Prompt.of(())
 
 
 class TrajectoryBuilder:
@@ -119,7 +120,7 @@ class TrajectoryBuilder:
         self._loss_mask = bytearray()
         self._turns: list[Turn] = []
         self._spans: list[WeightSpan] = []
-        self._asked = Prompt.of(())
+        self._asked = _NOTHING_ASKED
 
     @property
     def token_count(self) -> int:

@@ -235,12 +235,12 @@ class HandlerEpisode:
         self, *, role: str = STUDENT, max_new_tokens: int | None = None, sampling: SamplingParams | None = None
     ) -> Generation:
         self._check_free()
-        record, gateway = self._opened_record(), self._services.gateway
+        record, gateway, session_id = self._opened_record(), self._services.gateway, self._session_id
         started = self._services.clock.monotonic()
         self._is_generating = True
         try:
             request = GenerationRequest(
-                rid=f"{self._session_id}-{record.turns_generated}",
+                rid=f"{session_id}-{record.turns_generated}",
                 token_ids=record.prompt(),
                 sampling=await turn_sampling(
                     gateway,
@@ -250,7 +250,7 @@ class HandlerEpisode:
                     record.token_count,
                     max_new_tokens,
                 ),
-                session_id=self._session_id,
+                session_id=session_id,
             )
             resumes = self._spec.on_weight_update is OnWeightUpdate.RESUME
             generation = await generate_turn(gateway, role, request, record, clock=self._attempt, resumes=resumes)

@@ -25,7 +25,7 @@ from py_scheduler.domain.results import (
     classify_termination,
 )
 from py_scheduler.domain.task import Sample
-from py_scheduler.domain.values.plain import details_json, plain_number, safe_text
+from py_scheduler.domain.values.plain import are_plain, details_json, plain_number, safe_text
 from py_scheduler.errors import RunnerLostError
 from py_scheduler.execution.attempt import AttemptReport
 from py_scheduler.execution.episode import HandlerEpisode
@@ -301,6 +301,8 @@ def _checked_with_details(value: object, handler: BaseAgent, method: str) -> Rew
 
 
 def _plain_details(details: dict[str, Any], method: str) -> dict[str, Any]:
+    if are_plain(details):
+        return details.copy()
     encoded = details_json(details)
     if len(encoded) > _MAX_DETAILS_BYTES:
         raise ValueError(f"{method} gave over {_MAX_DETAILS_BYTES} bytes of details")

@@ -26,7 +26,7 @@ DUPLICATE_RID = re.compile("Duplicate request ID")
 
 def generate_body(request: GenerationRequest, settings: SglangSettings, streaming: Streaming) -> dict[str, Any]:
     """The body of /generate, without rid. What the request leaves unsaid is left to the server, but for the length."""
-    sampling = {field: value for field, value in msgspec.structs.asdict(request.sampling).items() if value is not None}
+    sampling = msgspec.to_builtins(request.sampling)  # What is said of it: it omits the rest.
     sampling.setdefault("max_new_tokens", settings.default_max_new_tokens)
     is_stream = streaming is not Streaming.PLAIN
     interval = stream_interval(streaming, sampling["max_new_tokens"], settings)

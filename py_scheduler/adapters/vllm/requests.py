@@ -25,7 +25,7 @@ THEIR_NAMES: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tok
 
 def generate_body(rid: str, request: GenerationRequest, settings: ServerSettings) -> dict[str, Any]:
     """What the request leaves unsaid is left to the server, but for the length."""
-    said = {field: value for field, value in msgspec.structs.asdict(request.sampling).items() if value is not None}
+    said = msgspec.to_builtins(request.sampling)  # It omits the rest.
     said.setdefault("max_new_tokens", settings.default_max_new_tokens)
     sampling = {THEIR_NAMES.get(field, field): value for field, value in said.items()}
     if settings.stream_interval is not None:

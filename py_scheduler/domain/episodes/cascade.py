@@ -27,6 +27,7 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 NO_DATASET_CONFIG = DatasetConfig()
+_SILENT = (SamplingParams(), StoppingCriteria())
 
 
 def dataset_config(metadata: Mapping[str, Any]) -> DatasetConfig:
@@ -54,8 +55,8 @@ def resolve_stopping(levels: Sequence[StoppingCriteria]) -> StoppingCriteria:
 def _first_said(levels: Sequence[msgspec.Struct], fields: Sequence[str]) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for level in reversed(levels):
-        for field in fields:
-            value = getattr(level, field)
-            if value is not None:
-                said[field] = value
+        if level in _SILENT:
+            continue  # Most levels are.
+        values = zip(fields, msgspec.structs.astuple(level), strict=True)
+        said |= {field: value for field, value in values if value is not None}
     return said

@@ -6,12 +6,17 @@ however odd the objects were that they were made of.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import msgspec
 
 _MAX_DEPTH = 64
 """Readers recurse, and not all of them from a shallow stack."""
+_FEW_ENTRIES = 32
+_SHORT = 1_000
+"""Characters, each of which JSON may write as six."""
+_INT_64 = 1 << 63
 _UNREADABLE = "unreadable_details"
 
 
@@ -39,6 +44,28 @@ def plain_number(value: object) -> object:
         return item()
     except Exception:  # noqa: BLE001 - an array of several, or whatever it is: no number
         return value
+
+
+def are_plain(details: dict[Any, Any]) -> bool:
+    """Whether they are few and plain, so that they would come out of `details_json` as they are and in a few hundred
+    KiB. Most are; to see that takes a fifth of the time.
+    """
+    return type(details) is dict and len(details) <= _FEW_ENTRIES and all(map(_is_plain, details, details.values()))
+
+
+def _is_plain(name: object, value: object) -> bool:
+    if not _is_short_text(name):
+        return False
+    kind = type(value)
+    if kind is float:
+        return math.isfinite(cast("float", value))
+    if kind is int:
+        return -_INT_64 <= cast("int", value) < _INT_64
+    return kind is bool or value is None or _is_short_text(value)
+
+
+def _is_short_text(text: object) -> bool:
+    return type(text) is str and len(text) <= _SHORT and text.isascii()
 
 
 def details_json(details: object) -> bytes:

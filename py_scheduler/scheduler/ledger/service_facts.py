@@ -46,8 +46,12 @@ class ServiceFacts(msgspec.Struct):
 
     def weights_of(self, roles: Iterable[str]) -> WeightHistory:
         """The history of the engine that these roles rest on. Where each had one of its own before, the longer one."""
-        known = [history for role in roles if (history := self.weights.get(role)) is not None]
-        return max(known, key=lambda history: history.epoch) if known else WeightHistory()
+        longest: WeightHistory | None = None
+        for role in roles:
+            history = self.weights.get(role)
+            if history is not None and (longest is None or history.epoch > longest.epoch):
+                longest = history
+        return WeightHistory() if longest is None else longest
 
     @property
     def limits(self) -> dict[str, StalenessSettings]:

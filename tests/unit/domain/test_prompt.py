@@ -37,6 +37,13 @@ def test_each_prompt_is_the_ids_so_far_and_stays_so(turns: Sequence[tuple[list[i
         assert msgspec.json.decode(each.json()) == ids
 
 
+@pytest.mark.parametrize("count", [1, 99, 100, 101])
+def test_the_ends_of_few_ids_are_found_as_those_of_many(count: int) -> None:
+    ids = [3, *range(5, 4 + count)]
+    for each in (ids, ids[::-1]):
+        assert (Prompt.of(each).low, Prompt.of(each).high) == (min(ids), max(ids))
+
+
 def test_a_turn_writes_its_own_ids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation of 50 turns over 64k tokens would otherwise be written 25 times over."""
     written: list[int] = []
