@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from aiohttp.connector import Connection
 
-FIRST_FINAL_STATUS = 200
+SWITCHING_PROTOCOLS, FIRST_FINAL_STATUS = 101, 200
 
 
 class Poster:
@@ -104,6 +104,9 @@ class Exchange:
             except HttpProcessingError as error:
                 raise aiohttp.ClientPayloadError(f"what answers speaks no HTTP: {error}") from error
             status = message.code
+            if status == SWITCHING_PROTOCOLS:
+                # Nothing follows it, and nobody asked for another protocol.
+                raise aiohttp.ClientPayloadError("what answers goes on in another protocol than HTTP")
         self.status = status
 
     async def __aexit__(

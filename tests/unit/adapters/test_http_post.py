@@ -126,6 +126,24 @@ async def test_what_goes_before_the_answer_is_not_the_answer() -> None:
         assert await answer_of(client) == (503, b"busy")
 
 
+async def test_a_switch_to_another_protocol_is_a_lost_connection_at_once() -> None:
+    """Nothing follows it: whoever waited for the answer behind it would wait for as long as a server may be silent."""
+    is_over = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"[1,2]}")
+        writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n")
+        await is_over.wait()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, client_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        async with asyncio.timeout(20):
+            with pytest.raises(aiohttp.ClientPayloadError, match="another protocol"):
+                await answer_of(client)
+        is_over.set()
+
+
 async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
     async with answering(b"HTTP/1.1 200 OK\r\n\r\nall of it") as base_url, client_of(base_url) as client:
         assert await answer_of(client) == (200, b"all of it")
