@@ -29,6 +29,10 @@ ShapeT = TypeVar("ShapeT")
 
 HTTP_OK = 200
 HTTP_NOT_FOUND = 404
+REFUSING_STATUSES = (400, 422)
+"""SGLang and vLLM answer 400 to a request that they refuse, and 422 is what their web framework says by itself. Neither
+answers a generation with 401, 403, 404 or 413 because of what is in it.
+"""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for what is no JSON, or not of the shape that is expected."""
 LOST_CONNECTION = (aiohttp.ClientError, OSError)
@@ -183,6 +187,21 @@ def read_as(shape: type[ShapeT], answer: Any, source: str) -> ShapeT:
         return msgspec.convert(answer, shape)
     except msgspec.ValidationError as error:
         raise EngineUnavailableError(f"{source} answered what cannot be read: {error}") from error
+
+
+def is_refusal(status: int, content: bytes) -> bool:
+    """Whether an inference server refuses a request here, so that the request is at fault.
+
+    Any other answer below 500 comes from something before the server or in its place, such as a proxy or a login page,
+    and tells nothing of the request.
+    """
+    if status not in REFUSING_STATUSES:
+        return False
+    try:
+        body = msgspec.json.decode(content)
+    except UNREADABLE:
+        return False
+    return isinstance(body, dict) and not body.keys().isdisjoint(("error", "message", "detail"))
 
 
 def error_message(content: bytes) -> str:

@@ -11,6 +11,8 @@ Invariants:
 - Nothing is sent that `check_request` has not passed.
 - After a connection that broke the server is asked what it serves before the next attempt. Tokens of which nobody told
   the weights are of those that it had, if it still has them; else their weights have no name.
+- The request is at fault only where the server refuses it in its own form. Whatever else answers, answers for it no
+  more than a broken connection would.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from py_scheduler.adapters.http_client import (
     body_of,
     error_message,
     is_away,
+    is_refusal,
     sse_payloads,
 )
 from py_scheduler.adapters.http_server.attempt import AttemptFailedError
@@ -220,7 +223,7 @@ class HttpBackend(HttpControl):
                     if response.status != HTTP_OK:
                         content = await body_of(response)
                         over = True
-                        return self._refused(flight, output, response.status, error_message(content))
+                        return self._not_done(flight, output, response.status, content)
                     if not is_stream:
                         content = await body_of(response)
                         over = True
@@ -262,6 +265,13 @@ class HttpBackend(HttpControl):
             self._served.has_weights(generation.weight_spans[-1].version)
         return generation
 
+    def _not_done(self, flight: Flight, output: Output, status: int, content: bytes) -> Generation:
+        """The outcome of an attempt that was answered with another status than 200."""
+        message = error_message(content)
+        if is_refusal(status, content):
+            return self._refused(flight, output, status, message)
+        return self._cut_short(flight, NOTHING, f"status {status}: {message}")
+
     def _refused(self, flight: Flight, output: Output, status: int, message: str) -> Generation:
         """The outcome of an attempt that the server gave up or would not begin."""
         error, partial = self._refusal(status, message), output.partial()
@@ -301,7 +311,7 @@ class HttpBackend(HttpControl):
         """A stream that ended properly may have shown how the server streams."""
 
     def _refusal(self, status: int, message: str) -> AttemptFailedError | EngineRejectedError:
-        """What a status other than 200 means for the request."""
+        """What it means for the request that the server says so in its own form."""
         raise NotImplementedError
 
     async def _abort_at(self, client: HttpClient, rid: str) -> None:

@@ -19,7 +19,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 LogProb = Annotated[float, msgspec.Meta(ge=-_MAX_FLOAT32, le=_MAX_FLOAT32)]
 Version = Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)]
 
-BAD_REQUEST, TOO_MANY_REQUESTS, SERVER_ERRORS = 400, 429, 500
+BAD_REQUEST, SERVER_ERRORS = 400, 500
 NOTHING = Generation(token_id_bytes=b"", log_prob_bytes=b"", text="", finish_reason=FinishReason.ABORT)
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from py_scheduler.adapters.http_client import REFUSING_STATUSES
 from py_scheduler.adapters.http_server.attempt import AttemptFailedError
-from py_scheduler.adapters.http_server.values import SERVER_ERRORS, TOO_MANY_REQUESTS
 from py_scheduler.adapters.sglang.streaming import Streaming, stream_interval
 from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError
@@ -42,11 +42,11 @@ def generate_body(request: GenerationRequest, settings: SglangSettings, streamin
 
 
 def refusal(status: int, message: str, *, of_router: bool) -> AttemptFailedError | EngineRejectedError:
-    """What a status other than 200 means for the request."""
+    """What it means for the request that the server says so in its own form."""
     if of_router and DUPLICATE_RID.search(message):
         # The router has sent the request twice, to a worker that it thought had lost it.
         return AttemptFailedError(message)
-    if status >= SERVER_ERRORS or status == TOO_MANY_REQUESTS:
+    if status not in REFUSING_STATUSES:
         return AttemptFailedError(f"status {status}: {message}")
     if CONTEXT_OVERFLOW.search(message):
         return ContextOverflowError(f"SGLang refused the request: {message}")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from py_scheduler.adapters.http_client import REFUSING_STATUSES
 from py_scheduler.adapters.http_server.attempt import AttemptFailedError
-from py_scheduler.adapters.http_server.values import SERVER_ERRORS, TOO_MANY_REQUESTS
 from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError
 
@@ -47,8 +47,8 @@ def known_there_as(rid: str) -> str:
 
 
 def refusal(status: int, message: str) -> AttemptFailedError | EngineRejectedError:
-    """What a status other than 200 means for the request."""
-    if status >= SERVER_ERRORS or status == TOO_MANY_REQUESTS:
+    """What it means for the request that the server says so in its own form."""
+    if status not in REFUSING_STATUSES:
         return AttemptFailedError(f"status {status}: {message}")
     if CONTEXT_OVERFLOW.search(message):
         return ContextOverflowError(f"vLLM refused the request: {message}")

@@ -14,7 +14,7 @@ from py_scheduler.adapters.sglang.settings import SglangSettings
 from py_scheduler.adapters.vllm.backend import VllmBackend
 from py_scheduler.domain.generation import GenerationRequest, SamplingParams
 from tests.support.models.scripted_sglang import ScriptedSglang
-from tests.support.models.scripted_vllm import ScriptedVllm
+from tests.support.models.scripted_vllm import GENERATE, ScriptedVllm
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -34,6 +34,11 @@ KIND = "sglang"
 def server_of(**said: Any) -> ScriptedSglang:
     """A server of the kind."""
     return ScriptedVllm(**said) if KIND == "vllm" else ScriptedSglang(**said)
+
+
+def generate_path() -> str:
+    """Where it is asked to generate."""
+    return GENERATE if KIND == "vllm" else "/generate"
 
 
 def backend_of(server: ScriptedSglang, **settings: Any) -> HttpBackend:

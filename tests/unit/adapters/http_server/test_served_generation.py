@@ -17,7 +17,7 @@ from py_scheduler.domain.generation import (
 )
 from py_scheduler.errors import ContextOverflowError, EngineRejectedError, EngineUnavailableError
 from tests.support.models.scripted_sglang import Script, ids
-from tests.support.models.served_backends import backend_of, request, served_on, server_of
+from tests.support.models.served_backends import backend_of, generate_path, request, served_on, server_of
 
 pytestmark = pytest.mark.usefixtures("any_server")
 
@@ -115,6 +115,27 @@ async def test_what_exceeds_the_context_is_never_sent() -> None:
             await engine.generate(request(prompt=400, max_new_tokens=601))
         assert not server.bodies
         assert len((await engine.generate(request(prompt=400, max_new_tokens=600))).token_ids) == 600
+
+
+STRANGERS = {
+    302: b"",
+    400: b"<html>Bad Request</html>",
+    401: b'{"error": {"message": "who are you?"}}',
+    403: b"<html>Forbidden</html>",
+    404: b'{"detail": "Not Found"}',
+    413: b"<html>Request Entity Too Large</html>",
+}
+"""What a proxy answers that has lost its server, or lets nobody through."""
+
+
+@pytest.mark.parametrize("status", STRANGERS)
+async def test_what_is_not_the_servers_refusal_is_not_the_requests_fault(status: int) -> None:
+    async with served_on() as (engine, server):
+        server.nonsense[generate_path()] = status, STRANGERS[status]
+        with pytest.raises(EngineUnavailableError, match=f"failed 3 times in a row, last: status {status}") as caught:
+            await engine.generate(request())
+        assert server.base_url in str(caught.value)
+        assert not server.bodies
 
 
 @pytest.mark.parametrize("form", ["error", "object", "stream"])

@@ -44,6 +44,18 @@ async def test_a_generation_that_failed_before_its_first_token_moves() -> None:
         assert len(second.bodies) == 2, "and so does its session"
 
 
+@pytest.mark.parametrize("status", [302, 401, 404, 413])
+async def test_an_endpoint_whose_proxy_answers_for_it_swallows_no_rollout(status: int) -> None:
+    """It is never busy, so that it looks least loaded to all that come."""
+    async with servers(2) as (first, second), fleet_on(first, second) as (fleet, _):
+        first.nonsense["/generate"] = status, b"<html>gone</html>"
+        generations = await asyncio.gather(*(fleet.generate(request(f"r{n}")) for n in range(20)))
+        assert all(len(generation.token_ids) == 8 for generation in generations)
+        assert (len(first.bodies), len(second.bodies)) == (0, 20)
+        assert up(fleet) == [False, True]
+        assert f"status {status}: <html>gone</html>" in fleet._endpoints[0].reason
+
+
 async def test_a_generation_with_tokens_does_not_start_again_elsewhere() -> None:
     async with servers(2) as (first, second), fleet_on(first, second) as (fleet, _):
         first.scripts.append(Script(disconnect_after=3))
