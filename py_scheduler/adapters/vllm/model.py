@@ -67,15 +67,13 @@ class ServedVllm(ServedModel):
         """Whether the server has told what its log-probs are of."""
         self._making_certain = asyncio.Lock()
 
-    async def make_certain(self) -> ModelInfo:
+    async def make_certain(self) -> None:
         """Waits for as long as the server is paused. Raises EngineUnavailableError."""
         async with self._making_certain:
-            info = await self.known()
             if not self.is_certain:
                 kind = await self._ask_log_prob_kind()
-                info = self.info = msgspec.structs.replace(await self.known(), log_prob_kind=kind)
+                self.info = msgspec.structs.replace(await self.known(), log_prob_kind=kind)
                 self.is_certain = True
-        return info
 
     async def _ask_info(self) -> ModelInfo:
         served = read_as(Models, await self._ask_or_tell("/v1/models", _NO_VLLM), self._base_url + "/v1/models").data[0]
