@@ -64,9 +64,12 @@ class TasksAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_l
 
 @final
 class AttemptsLeased(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
-    """A batch was admitted. Not journalled: after a restart there is no lease."""
+    """A batch was admitted; is_given_back: these wait again, with no room. Not journalled: after a restart there is no
+    lease.
+    """
 
     attempts: tuple[AttemptRef, ...]
+    is_given_back: bool = False
 
 
 class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):

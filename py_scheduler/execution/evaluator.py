@@ -13,6 +13,8 @@ Invariants
      exactly once.
   2. No attempt begins without a handle. So a runner that does not live costs no attempt, unless no runner can be
      started at all.
+  3. A token whose node has gone is used for no further attempt: those that are left run on the batch's other tokens, or
+     are placed anew.
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ class AttemptBoard(Protocol[RunningT]):
         ...
 
     def end(self, running: RunningT, report: AttemptReport) -> None: ...
+
+    def node_is_gone(self, token: PlacementToken | None) -> bool:
+        """Whether the token is of a node that was taken out."""
+        ...
 
     def permit_is_free(self, evaluator: Evaluator, token: PlacementToken | None, worker: Worker) -> None:
         """The worker is done with this permit; its token goes back to the pool."""
@@ -113,6 +119,8 @@ class Evaluator:
                     board.end(running, await handle.run(running, worker, spec, services))
                     if running.workdirs:
                         await services.workdirs.remove(running.workdirs)
+                if board.node_is_gone(token):
+                    break
                 if pending and worker.turn_is_over():
                     await worker.give_way()
         except RunnerGoneError:

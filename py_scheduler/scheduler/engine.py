@@ -312,6 +312,8 @@ class Engine:
         the nodes that are left could hold; what waits and of which they could not hold one sample ends FAILED.
         """
         self._admission.nodes_changed()
+        if self._pool is not None:
+            self._supervisor.nodes_have_changed(self._pool)
         self._refusals.nodes_have_changed()
 
     def limit_namespaces(self, quotas: Mapping[str, Quota]) -> None:

@@ -26,7 +26,7 @@ from py_scheduler.execution.run_sample import INLINE
 from py_scheduler.execution.stopping import RUNNING, StopLadder, StopState
 from py_scheduler.execution.workers import WorkerPool
 from py_scheduler.scheduler.group_scorer import GroupScorer
-from py_scheduler.scheduler.ledger.commands import EndAttempt, StartAttempt
+from py_scheduler.scheduler.ledger.commands import EndAttempt, LeaseAttempts, StartAttempt
 from py_scheduler.scheduler.ledger.dynamic_timeout import dynamic_timeout
 from py_scheduler.scheduler.ledger.endings import needs_backoff
 from py_scheduler.scheduler.ledger.records import submission_and_number
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from py_scheduler.execution.episode import EpisodeServices
     from py_scheduler.execution.runner import Runners
     from py_scheduler.execution.workers import Worker
+    from py_scheduler.placement import PlacementPool
     from py_scheduler.scheduler.log.recorder import Recorder
     from py_scheduler.scheduler.settings import EngineSettings
 
@@ -108,6 +109,7 @@ class Supervisor:
         self._running: dict[AttemptRef, SupervisedAttempt] = {}
         self._stranded: dict[AttemptRef, SupervisedAttempt] = {}
         self._telling: asyncio.Handle | None = None
+        self._gone_nodes: frozenset[str] = frozenset()
         self._ladder: StopLadder[SupervisedAttempt] = StopLadder(
             services.clock, settings.stop_grace_seconds, self._on_limit, self._give_up
         )
@@ -134,6 +136,10 @@ class Supervisor:
         evaluator.active_permits = len(tokens)
         for token in tokens:
             self._workers.submit(evaluator, token)
+
+    def nodes_have_changed(self, pool: PlacementPool) -> None:
+        """Nodes of the pool came or went. What runs on one that went may finish; its token is used no further."""
+        self._gone_nodes = frozenset(node.node_ip for node in pool.nodes() if node.phase == "leaving")
 
     # For evaluators
 
@@ -170,6 +176,9 @@ class Supervisor:
         self._report(running, report)
         if running.stop_cause is not None or self.is_draining:
             self._stopped.ring()
+
+    def node_is_gone(self, token: PlacementToken | None) -> bool:
+        return bool(self._gone_nodes) and token is not None and token.node_ip in self._gone_nodes
 
     def permit_is_free(self, evaluator: Evaluator, token: PlacementToken | None, worker: Worker) -> None:
         if token is not None:
@@ -287,6 +296,8 @@ class Supervisor:
             attempts = [attempt for attempt in reversed(evaluator.pending) if ledger.is_waiting(attempt.ref)]
             evaluator.pending.clear()
             if attempts:
+                refs = tuple([attempt.ref for attempt in attempts])
+                self._recorder.record(LeaseAttempts(refs, is_given_back=True), "")
                 self._requeue(evaluator.spec, attempts)
 
     def _report(self, running: SupervisedAttempt, report: AttemptReport) -> None:

@@ -29,6 +29,7 @@ class SimulatedAgent(BaseAgent):
         self._tasks = tasks
         self._infra_rate = infra_rate
         self._seed = seed
+        self._lost: set[str] = set()
         self._on_node: dict[str, dict[asyncio.Future[None], None]] = {}
 
     async def run(self, episode: Episode) -> AgentResult:
@@ -52,23 +53,31 @@ class SimulatedAgent(BaseAgent):
         return _SOLVED
 
     def lose_node(self, node_ip: str) -> None:
-        """Fails all that runs on it."""
+        """Fails all that runs on it, or begins on it with a token that it had."""
+        self._lost.add(node_ip)
         for held in self._on_node.pop(node_ip, {}):
             if not held.done():
-                held.set_exception(EngineUnavailableError(f"the simulated node {node_ip} is lost"))
+                held.set_exception(_lost(node_ip))
 
     async def _hold(self, episode: Episode, seconds: float) -> None:
         """Takes its time on its node."""
+        node_ip = episode.token.node_ip if episode.token is not None else ""
+        if node_ip in self._lost:
+            raise _lost(node_ip)
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
         timer = loop.call_later(seconds, _end, over)
-        here = self._on_node.setdefault(episode.token.node_ip if episode.token is not None else "", {})
+        here = self._on_node.setdefault(node_ip, {})
         here[over] = None
         try:
             await over
         finally:
             timer.cancel()
             here.pop(over, None)
+
+
+def _lost(node_ip: str) -> EngineUnavailableError:
+    return EngineUnavailableError(f"the simulated node {node_ip} is lost")
 
 
 def _end(over: asyncio.Future[None]) -> None:

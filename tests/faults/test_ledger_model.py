@@ -160,14 +160,14 @@ class LedgerAndModel(RuleBasedStateMachine):
         return AttemptRef(task_id, number, attempt_no), task, sub, is_live
 
     @precondition(lambda self: self.tasks)
-    @rule(data=st.data())
-    def lease(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_given_back=st.booleans())
+    def lease(self, data: st.DataObject, is_given_back: bool) -> None:
         ref, _, sub, is_live = self._any_attempt(data)
-        events = self.tell(LeaseAttempts((ref, ref)))
+        events = self.tell(LeaseAttempts((ref, ref), is_given_back))
         waits = is_live and sub.state in ("queued", "leased")
-        assert events == ([AttemptsLeased(attempts=(ref,))] if waits else [])
+        assert events == ([AttemptsLeased(attempts=(ref,), is_given_back=is_given_back)] if waits else [])
         if waits:
-            sub.state = "leased"
+            sub.state = "queued" if is_given_back else "leased"
 
     @precondition(lambda self: self.tasks)
     @rule(data=st.data())

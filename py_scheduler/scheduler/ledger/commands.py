@@ -38,9 +38,10 @@ class AcceptTasks(msgspec.Struct, frozen=True, gc=False):
 
 
 class LeaseAttempts(msgspec.Struct, frozen=True, gc=False):
-    """A batch got its lease."""
+    """A batch got its lease; is_given_back: what has not begun of it waits for another one."""
 
     attempts: tuple[AttemptRef, ...]
+    is_given_back: bool = False
 
 
 class StartAttempt(msgspec.Struct, frozen=True, gc=False):

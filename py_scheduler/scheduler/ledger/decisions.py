@@ -143,7 +143,7 @@ class Decisions:
     def _lease(self, command: LeaseAttempts) -> list[Event]:
         task_at = self._state.task_at
         leasable = tuple([ref for ref in dict.fromkeys(command.attempts) if task_at(ref, WAITING) is not None])
-        return [AttemptsLeased(attempts=leasable)] if leasable else []
+        return [AttemptsLeased(attempts=leasable, is_given_back=command.is_given_back)] if leasable else []
 
     def _start(self, command: StartAttempt) -> list[Event]:
         ref = command.ref

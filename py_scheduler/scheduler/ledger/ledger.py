@@ -178,9 +178,10 @@ class Ledger:
         submission.last_sequence = self.state.last_sequence + 1
 
     def _apply_leased(self, event: AttemptsLeased) -> None:
+        state = _QUEUED if event.is_given_back else _LEASED
         for ref in event.attempts:
             task = self._tasks[ref.task_id]
-            _move(task, task.subtasks[ref.subtask_no], _LEASED)
+            _move(task, task.subtasks[ref.subtask_no], state)
 
     def _apply_started(self, event: AttemptStarted) -> None:
         task = self._tasks[event.task_id]

@@ -116,6 +116,9 @@ class Admission:
 
     def requeue(self, spec: EvaluatorSpec, attempts: list[PlannedAttempt]) -> None:
         """Adds attempts of what was let in before."""
+        if self._leased:  # They were let in and have lost their room before they were called leased.
+            again = {attempt.ref for attempt in attempts}
+            self._leased[:] = [ref for ref in self._leased if ref not in again]
         self._queue.push(spec, attempts, self._clock.monotonic())
         self._wake.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -264,6 +265,34 @@ def test_whatever_was_accepted_ends_on_the_nodes_that_are_left(
                     assert {done.state for done in (await harness.done(reply)).values()} == {TaskState.SUCCEEDED}
 
     asyncio.run(restarted())
+
+
+# What is left of a batch whose tokens are of a node that went
+
+
+@pytest.mark.parametrize("left", [1, 0])
+async def test_a_token_of_a_node_that_went_is_used_for_no_other_attempt(left: int) -> None:
+    """24 samples on 16 tokens of two nodes; what runs when nodes go may finish, the rest runs on what is left."""
+    gate = asyncio.Event()
+    begun: list[str] = []
+
+    async def gated(episode: Episode) -> AgentResult:
+        assert episode.token is not None
+        begun.append(episode.token.node_ip)
+        await gate.wait()
+        return AgentResult()
+
+    pool = pool_of(2)
+    async with running_engine(on_gpus(ScriptedAgent(agent=gated), "agent"), pool=pool) as harness:
+        reply = await harness.submit([task_of("agent")] * 24, 1)
+        await harness.until_started(reply, 16)
+        lose(harness, pool, *["n0", "n1"][: 2 - left])
+        gate.set()
+        states = Counter(event.state for event in (await harness.done(reply)).values())
+        assert states[TaskState.SUCCEEDED] == (24 if left else 16)
+        assert states[TaskState.FAILED] == (0 if left else 8)
+        assert begun[16:] == ["n1"] * (8 if left else 0)
+        assert harness.engine._admission.room.permits_out == 0
 
 
 # What no node can hold

@@ -39,6 +39,9 @@ class OneHandle:
     def begin(self, *_: object) -> None:
         """The attempt is no longer to be run."""
 
+    def node_is_gone(self, *_: object) -> bool:
+        return False
+
     def permit_is_free(self, *_: object) -> None:
         self.free_permits += 1
 

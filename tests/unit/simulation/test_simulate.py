@@ -171,6 +171,16 @@ def test_what_runs_on_a_node_that_is_lost_runs_again_on_another() -> None:
     assert run.figures.outcomes == {"solved": 32}
 
 
+def test_nothing_runs_on_a_node_from_the_moment_on_at_which_it_is_lost() -> None:
+    """Batches of 32 samples on 16 tokens: what is left of them does not go on with tokens of the node."""
+    config = cluster(nodes=2, concurrency=16, batch_size=4)
+    lost = SimulationSettings(lost_nodes=(LostNode("n0", 60.0),))
+    run = simulate(config, DrawnWorkload(groups=16, samples=8), lost)
+    assert run.figures.outcomes == {"solved": 128}
+    there = run.spans.nodes.names.index("n0")
+    assert max(ends_of(run.spans)[np.asarray(run.spans.node) == there]) <= 60.0
+
+
 def test_refills_that_are_used_up_leave_the_failure() -> None:
     settings = SimulationSettings(infra_rate=0.5, retry=RetryPolicy(max_infra_refills=1))
     figures = simulate(cluster(), DrawnWorkload(distribution=TEN, groups=200, samples=1), settings).figures

@@ -213,7 +213,7 @@ ended_states = st.sampled_from(
 )
 commands = st.lists(
     st.one_of(
-        st.lists(refs, max_size=3).map(lambda some: LeaseAttempts(tuple(some))),
+        st.builds(lambda some, back: LeaseAttempts(tuple(some), back), st.lists(refs, max_size=3), st.booleans()),
         refs.map(lambda ref: InterruptAttempt(ref, 2.0)),
         refs.map(lambda ref: StartAttempt(ref, "n", (), 2.0)),
         st.builds(lambda ref, state: end(ref.task_id, state, ref.subtask_no, ref.attempt_no), refs, ended_states),
