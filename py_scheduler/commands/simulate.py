@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,13 +105,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    log = logging.getLogger("py_scheduler")
-    level = log.level
-    log.setLevel(logging.ERROR)  # What fails in a simulation was asked to.
-    try:
-        return run_simulations(options, standard_console())
-    finally:
-        log.setLevel(level)
+    return run_simulations(options, standard_console())
 
 
 def run_simulations(options: argparse.Namespace, console: Console) -> int:

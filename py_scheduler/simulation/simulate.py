@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +35,7 @@ class LostNode(msgspec.Struct, frozen=True):
 
     node_ip: str
     at_seconds: float
+    """From the beginning, at least 0."""
 
 
 class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +72,7 @@ def simulate(
     those of a server. The same arguments give the same run. base_dir: paths in the configuration count from it.
 
     Raises ConfigError, InvalidArgumentError, UnplaceableError; FailedPreconditionError when work is left that nothing
-    can bring to its end.
+    can bring to its end, or that was given up because no node is left that could hold it.
     """
     _check(config, settings)
     return _Simulation(config, workload, settings, seed, base_dir).run()
@@ -81,6 +84,12 @@ def _check(config: Config, settings: SimulationSettings) -> None:
         faults.append(FieldViolation("infra_rate", f"is {settings.infra_rate:g}, must be at least 0 and below 1"))
     if settings.ahead is not None and settings.ahead < 0:
         faults.append(FieldViolation("ahead", f"is {settings.ahead}, must be at least 0"))
+    for number, lost in enumerate(settings.lost_nodes):
+        key = f"lost_nodes[{number}]"
+        if not isinstance(lost, LostNode):
+            faults.append(FieldViolation(key, f"is {lost!r}, must be a LostNode(node_ip, at_seconds)"))
+        elif not (math.isfinite(lost.at_seconds) and lost.at_seconds >= 0):
+            faults.append(FieldViolation(key, f"at_seconds is {lost.at_seconds:g}, must be a number from 0 on"))
     if faults:
         raise InvalidArgumentError(faults)
     if config.scheduler.staleness:
@@ -112,9 +121,13 @@ class _Simulation:
         # The engine draws the waits between attempts from the module's generator, which is everybody's.
         before = random.getstate()
         random.seed(self._seed)
+        log = logging.getLogger("py_scheduler")
+        level = log.level
+        log.setLevel(logging.ERROR)  # What fails in a simulation was asked to.
         try:
             return run_in_virtual_time(self._main, self._why_idle)
         finally:
+            log.setLevel(level)
             random.setstate(before)
 
     async def _main(self, clock: VirtualClock) -> SimulationRun:
@@ -131,6 +144,10 @@ class _Simulation:
                 engine, clock, self._tasks, ahead=self._settings.ahead, retry=self._settings.retry
             )
             await trainer.run(self._steps)
+        if trainer.given_up:
+            raise FailedPreconditionError(
+                f"{trainer.given_up:,} of {trainer.planned_samples:,} samples were given up: {trainer.why_given_up}"
+            )
         spans, makespan = trainer.spans, trainer.last_end
         bound, step_bound = bounds_of(spans, specs, supply)
         waits = np.asarray(spans.wait_seconds) if len(spans) else np.zeros(1)

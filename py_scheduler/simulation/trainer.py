@@ -82,6 +82,9 @@ class Trainer:
         self.states: Counter[str] = Counter()
         self.failed_attempts = 0
         self.failed_seconds = 0.0
+        self.given_up = 0
+        """Samples that the engine ended because no node was left for them."""
+        self.why_given_up = ""
         self.last_end = 0.0
         self.spans = Spans()
 
@@ -203,6 +206,9 @@ class Trainer:
                     submitted=submission.submitted,
                     started=sample.started_unix_seconds - self._unix_start,
                 )
+            else:  # Nobody stops tasks here, so it was refused.
+                self.given_up += 1
+                self.why_given_up = self.why_given_up or event.message
 
     def _task_done(self, event: TaskDone) -> None:
         self.last_end = event.unix_seconds - self._unix_start

@@ -124,6 +124,7 @@ def test_numbers_to_draw_from_make_a_barrier_whatever_their_file_is_called(
         (["--evaluator=maths"], "--evaluator: no evaluator is called 'maths': there are math, judge"),
         (["--lose-node=n1"], "--lose-node: 'n1' is not IP@SECONDS"),
         (["--lose-node=n9@3"], "lost_nodes: there is no node 'n9': the layout has n0, n1"),
+        (["--lose-node=n1@-5"], "lost_nodes[0]: at_seconds is -5, must be a number from 0 on"),
         (["--infra-rate=1"], "infra_rate: is 1, must be at least 0 and below 1"),
     ],
 )
@@ -142,6 +143,13 @@ def test_work_that_is_left_is_an_error(specs: str, capsys: pytest.CaptureFixture
     lost = ["--lose-node=n0@50", "--lose-node=n1@60"]
     assert main(["simulate", specs, *lost]) == 1
     assert "with work left: batch_id 0: 6" in capsys.readouterr().err
+
+
+def test_with_no_node_left_nothing_is_solved(specs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", specs, "--lose-node=n0@5", "--lose-node=n1@5"]) == 1
+    shown, said = capsys.readouterr()
+    assert "512 of 512 samples were given up: no node that is left can hold a sample" in said
+    assert shown == ""
 
 
 def test_staleness_needs_a_trainer_that_updates(specs: str, capsys: pytest.CaptureFixture[str]) -> None:

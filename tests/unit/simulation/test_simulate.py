@@ -181,6 +181,17 @@ def test_nothing_runs_on_a_node_from_the_moment_on_at_which_it_is_lost() -> None
     assert max(ends_of(run.spans)[np.asarray(run.spans.node) == there]) <= 60.0
 
 
+def test_with_no_node_left_nothing_is_solved_and_the_run_says_so() -> None:
+    lost = SimulationSettings(lost_nodes=(LostNode("n0", 5.0), LostNode("n1", 5.0)))
+    with pytest.raises(FailedPreconditionError, match=r"64 of 64 samples were given up: no node that is left can hold"):
+        simulate(cluster(nodes=2, concurrency=16), DrawnWorkload(distribution=TEN, groups=8, samples=8), lost)
+
+
+def test_what_fails_as_it_was_asked_to_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    simulate(cluster(nodes=2), DrawnWorkload(groups=8), SimulationSettings(lost_nodes=(LostNode("n0", 5.0),)))
+    assert not caplog.records
+
+
 def test_refills_that_are_used_up_leave_the_failure() -> None:
     settings = SimulationSettings(infra_rate=0.5, retry=RetryPolicy(max_infra_refills=1))
     figures = simulate(cluster(), DrawnWorkload(distribution=TEN, groups=200, samples=1), settings).figures
@@ -199,6 +210,13 @@ def test_arguments_that_cannot_be() -> None:
         simulate(cluster(), [], SimulationSettings(lost_nodes=(LostNode("n7", 1.0),)))
     with pytest.raises(InvalidArgumentError, match=r"infra_rate.*ahead"):
         simulate(cluster(), [], SimulationSettings(infra_rate=1.0, ahead=-1))
+    for at, said in ((-5.0, "-5"), (math.nan, "nan"), (math.inf, "inf")):
+        with pytest.raises(
+            InvalidArgumentError, match=rf"lost_nodes\[0\].*at_seconds is {said}, must be a number from 0"
+        ):
+            simulate(cluster(), [], SimulationSettings(lost_nodes=(LostNode("n0", at),)))
+    with pytest.raises(InvalidArgumentError, match=r"lost_nodes\[0\]: is \('n0', 5.0\), must be a LostNode"):
+        simulate(cluster(), [], SimulationSettings(lost_nodes=(("n0", 5.0),)))  # type: ignore[arg-type]
 
 
 # What no run may do
