@@ -46,6 +46,22 @@ def test_a_table_of_samples(tmp_path: Path) -> None:
     assert read_trace(path) == STEPS
 
 
+def test_blanks_around_what_is_said_say_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("seconds, group , step\n1, x, 7\n 2,x ,7\n")
+    assert read_trace(path) == [SimulatedStep([SimulatedTask((1.0, 2.0))], [], batch_id=7)]
+
+
+def test_columns_of_other_names_are_allowed_and_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("seconds,wait_seconds,eval_score,run_seconds\n1,2,3,4\n")
+    assert read_trace(path) == [SimulatedStep([SimulatedTask((1.0,))], [], batch_id=0)]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("'wait_seconds', 'eval_score', 'run_seconds'")
+
+
 def test_steps_of_two_namespaces_may_have_the_same_number(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("seconds,step,namespace\n1,7,a\n2,7,b\n3,7,\n4,7,a\n")
@@ -67,7 +83,7 @@ def test_the_same_as_parquet(tmp_path: Path) -> None:
                 "seconds": [float(row["seconds"]) for row in rows],
                 "group": [row["group"] or None for row in rows],
                 "step": [int(row["step"]) for row in rows],
-                "at_seconds": [float(row["at_seconds"] or 0) for row in rows],
+                "at_seconds": [float(row["at_seconds"]) if row["at_seconds"] else None for row in rows],
                 "evaluator_id": [row["evaluator_id"] or None for row in rows],
                 "is_eval": [row["is_eval"] == "true" for row in rows],
                 "eval_seconds": [float(row["eval_seconds"] or 0) for row in rows],
@@ -145,7 +161,21 @@ def test_what_a_server_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("x.csv", "minutes\n3\n", r"x\.csv, line 2: .*required field `seconds`"),
+        ("x.csv", "minutes,a\n3,4\n", r"line 1: the column 'seconds' is missing. The columns are minutes, a"),
+        ("x.csv", "seconds,grp\n3,x\n", r"line 1: there is no column 'grp': did you mean 'group'\? .* seconds, grp"),
+        ("x.csv", "Seconds\n3\n", r"line 1: there is no column 'Seconds': did you mean 'seconds'\?"),
+        ("x.csv", "seconds,group,seconds\n", r"line 1: the column 'seconds' is there twice"),
+        ("x.csv", "seconds,group\n3,x\n\n4\n", r"line 4: there are 1 values, and 2 columns in line 1"),
+        ("x.csv", "seconds,group\n3,x,y\n", r"line 2: there are 3 values, and 2 columns in line 1"),
+        ("x.csv", "seconds,at_seconds\n3,\n3,5\n3,6\n", r"line 4: at_seconds is 6, and 5 in a row of the same step"),
+        (
+            "x.csv",
+            "seconds,group,evaluator_id\n3,x,a\n3,x,b\n",
+            r"line 3: evaluator_id is 'b', and 'a' in a row of the same group before",
+        ),
+        ("x.csv", "", r"line 1: the column 'seconds' is missing. The columns are none"),
+        ("x.csv", "seconds\n", r"x\.csv has no sample"),
+        ("x.jsonl", "", r"x\.jsonl has no sample"),
         ("x.csv", "seconds\n3\nlong\n", r"x\.csv, line 3: Expected `float`, got `str`"),
         ("x.csv", "seconds\n-3\n", r"x\.csv, line 2: seconds is -3, must be a number from 0 on"),
         ("x.csv", "seconds\nnan\n", r"x\.csv, line 2: seconds is nan"),
