@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 import os
 from pathlib import Path
@@ -38,6 +39,15 @@ _FLAGS = (
 _KNOBS = tuple(knob for knob in KNOBS if knob.flag in _FLAGS)
 _AHEAD = "ahead"
 _SHORT = {"concurrency": "evaluator[].resource.concurrency", "batch_size": "evaluator[].batch_size"}
+_DRAWN = {
+    "steps": "steps",
+    "groups": "groups",
+    "samples": "samples",
+    "evaluator": "evaluator_id",
+    "eval_groups": "eval_groups",
+    "eval_evaluator": "eval_evaluator_id",
+}
+"""Options that say how a workload is drawn, by the field that each sets."""
 _SWITCHES = ("true", "false")
 
 
@@ -71,12 +81,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--groups", 64, "tasks of a step"),
         ("--samples", 8, "samples of a task"),
     ):
-        parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{what} (default %(default)s)")
-    parser.add_argument("--evaluator", default="", metavar="ID", help="who runs the tasks (default: the first one)")
-    parser.add_argument(
-        "--eval-groups", type=int, default=0, metavar="N", help="evals of one sample beside each step (default 0)"
-    )
-    parser.add_argument("--eval-evaluator", default="", metavar="ID", help="who runs them (default: that of the tasks)")
+        parser.add_argument(flag, type=positive, metavar="N", help=f"{what} (default {default})")
+    parser.add_argument("--evaluator", metavar="ID", help="who runs the tasks (default: the first one)")
+    parser.add_argument("--eval-groups", type=int, metavar="N", help="evals of one sample beside each step (default 0)")
+    parser.add_argument("--eval-evaluator", metavar="ID", help="who runs them (default: that of the tasks)")
     parser.add_argument(
         "--ahead",
         metavar="N",
@@ -142,18 +150,17 @@ def run_simulations(options: argparse.Namespace, console: Console) -> int:
 
 
 def _workload(options: argparse.Namespace) -> DrawnWorkload | list[SimulatedStep]:
-    """A file has steps of its own: what says how to draw them says nothing then."""
-    if is_trace(options.workload):
-        return read_trace(Path(options.workload))
-    return DrawnWorkload(
-        distribution=parse_distribution(options.workload),
-        steps=options.steps,
-        groups=options.groups,
-        samples=options.samples,
-        eval_groups=options.eval_groups,
-        evaluator_id=options.evaluator,
-        eval_evaluator_id=options.eval_evaluator,
-    )
+    """A file has steps of its own: what says how to draw them is refused then."""
+    said = {name: value for name in _DRAWN if (value := getattr(options, name)) is not None}
+    if not is_trace(options.workload):
+        distribution = parse_distribution(options.workload)
+        return DrawnWorkload(distribution=distribution, **{_DRAWN[name]: value for name, value in said.items()})
+    if said:
+        flag = "--" + next(iter(said)).replace("_", "-")
+        raise InvalidArgumentError(
+            f"says how to draw a workload, and {options.workload} has steps of its own: leave one of both out", flag
+        )
+    return read_trace(Path(options.workload))
 
 
 def _at_once(step: SimulatedStep) -> SimulatedStep:
@@ -197,6 +204,9 @@ def _variants(options: argparse.Namespace) -> Iterator[Variant]:
         key, _, values = text.partition("=")
         if not key or not values:
             raise InvalidArgumentError([FieldViolation("--compare", f"{text!r} is not KEY=A,B,..")])
+        near = difflib.get_close_matches(key, (*_SHORT, _AHEAD), n=1) if "." not in key else []
+        if near and near[0] != key:
+            raise InvalidArgumentError(f"there is no key {key!r}: did you mean {near[0]}?", "--compare")
         axes.append([(key, value) for value in values.split(",")])
     for chosen in itertools.product(*axes):
         ahead = options.ahead

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
@@ -84,7 +84,7 @@ def _check(config: Config, settings: SimulationSettings) -> None:
         faults.append(FieldViolation("infra_rate", f"is {settings.infra_rate:g}, must be at least 0 and below 1"))
     if settings.ahead is not None and settings.ahead < 0:
         faults.append(FieldViolation("ahead", f"is {settings.ahead}, must be at least 0"))
-    for number, lost in enumerate(settings.lost_nodes):
+    for number, lost in enumerate(cast("tuple[object, ...]", settings.lost_nodes)):
         key = f"lost_nodes[{number}]"
         if not isinstance(lost, LostNode):
             faults.append(FieldViolation(key, f"is {lost!r}, must be a LostNode(node_ip, at_seconds)"))

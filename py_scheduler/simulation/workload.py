@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -16,6 +17,14 @@ from py_scheduler.errors import FieldViolation, InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_WORDS = {
+    "lognormal": ("median", "sigma", "longest", "alike"),
+    "pareto": ("shortest", "alpha", "longest", "alike"),
+    "constant": ("median", "longest", "alike"),
+    "empirical": ("longest", "alike"),
+}
+"""What may be said of each kind of distribution; a number alone is meant as the first."""
+KINDS = "lognormal, pareto, constant, empirical:FILE, or a file that ends in .csv, .parquet or .jsonl"
 _TINY = 1e-12
 """Keeps a draw at the very end of a distribution from being infinite."""
 
@@ -117,34 +126,58 @@ def parse_distribution(text: str) -> DurationDistribution:
     number to a line of the file. Raises InvalidArgumentError with every fault.
     """
     kind, _, words = text.partition(":")
+    if kind not in _WORDS:
+        near = difflib.get_close_matches(kind, _WORDS, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise InvalidArgumentError([FieldViolation("workload", f"{text!r} is none of {KINDS}{hint}")])
     faults: list[FieldViolation] = []
-    said: dict[str, object] = {"kind": kind}
-    numbers = {name for name in DurationDistribution.__struct_fields__ if name not in {"kind", "values"}}
+    said: dict[str, Any] = {"kind": kind}
     for word in filter(None, words.split(",")):
         name, has_value, value = word.partition("=")
         try:
             if not has_value and kind == "empirical":
                 said["values"] = _values(Path(word))
-            elif name in numbers:
-                said[name] = float(value)
+            elif has_value and name in _WORDS[kind]:
+                said[name] = _number(value, name)
             else:
-                faults.append(FieldViolation("workload", f"{word!r} is none of {', '.join(sorted(numbers))}"))
+                faults.append(FieldViolation("workload", _no_word(kind, word)))
         except (OSError, ValueError) as error:
             faults.append(FieldViolation("workload", f"{word!r} cannot be read: {error}"))
     if not faults:
-        try:
-            distribution = msgspec.convert(said, DurationDistribution)
-        except msgspec.ValidationError as error:
-            raise InvalidArgumentError([FieldViolation("workload", f"{text!r}: {error}")]) from error
+        distribution = DurationDistribution(**said)
         faults = [FieldViolation("workload", fault) for fault in _faults(distribution)]
         if not faults:
             return distribution
     raise InvalidArgumentError(faults)
 
 
+def _no_word(kind: str, word: str) -> str:
+    first = _WORDS[kind][0]
+    fault = f"{word!r} says nothing of {kind}, which knows {', '.join(_WORDS[kind])}"
+    try:
+        float(word)
+    except ValueError:
+        return fault
+    return f"{fault}: did you mean {kind}:{first}={word}?"
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{what} is {text!r}, must be a number") from None
+
+
 def _values(path: Path) -> tuple[float, ...]:
-    """In order, so that a quantile is a place among them."""
-    return tuple(sorted(float(line) for line in path.read_text(encoding="utf-8").split()))
+    """In order, so that a quantile is a place among them. Raises OSError, ValueError."""
+    values = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        for word in line.split():
+            value = _number(word, f"line {number}")
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"line {number} is {word}, must be a number of seconds from 0 on")
+            values.append(value)
+    return tuple(sorted(values))
 
 
 def _faults(distribution: DurationDistribution) -> Iterator[str]:
@@ -156,5 +189,3 @@ def _faults(distribution: DurationDistribution) -> Iterator[str]:
         yield f"alike is {distribution.alike:g}, must be between 0 and 1"
     if distribution.kind == "empirical" and not distribution.values:
         yield "empirical needs a file with a number to a line: empirical:FILE"
-    if any(not (math.isfinite(value) and value >= 0) for value in distribution.values):
-        yield "the file has a number that is no duration"

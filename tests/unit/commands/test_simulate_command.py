@@ -41,12 +41,15 @@ def cells(shown: str, first: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_page_shows_what_its_command_prints(specs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over two nodes of 4 GPUs as over one of 8: shares of a half do not care."""
+def test_the_page_shows_what_its_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the configuration of the page."""
+    specs = str(tmp_path / "scheduler.toml")
+    (written,) = re.findall(r"(?s)```toml\n(.*?)```", PAGE.read_text())
+    Path(specs).write_text(written)
     command, _ = re.findall(r"(?m)^py-scheduler simulate scheduler.toml ((?:.*\\\n)*.*)$", PAGE.read_text())
     assert main(["simulate", specs, *command.replace("\\\n", " ").split()]) == 0
     shown = capsys.readouterr().out
-    assert "cluster: 2 nodes, 8 GPUs, 128 cores, 1,024 GiB" in shown
+    assert "cluster: 1 nodes, 8 GPUs, 64 cores, 512 GiB" in shown
     assert "workload: 1 steps, 40 tasks, 640 samples" in shown
     rows = re.findall(r"(?m)^\| (concurrency=\d+) \| (.*) \|$", PAGE.read_text())
     assert len(rows) == 4
@@ -98,6 +101,18 @@ def test_durations_from_a_file_and_a_layout_of_its_own(
     assert run["makespan_seconds"] % 10 == 0
 
 
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [("30\nlong\n", "line 2 is 'long', must be a number"), ("30\n\n-1\n", "line 3 is -1, must be a number of seconds")],
+)
+def test_a_number_that_is_no_duration_is_told_with_its_line(
+    numbers: str, said: str, specs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "seconds.txt").write_text(numbers)
+    assert main(["simulate", specs, "--workload", f"empirical:{tmp_path / 'seconds.txt'}"]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_numbers_to_draw_from_make_a_barrier_whatever_their_file_is_called(
     specs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,8 +127,23 @@ def test_numbers_to_draw_from_make_a_barrier_whatever_their_file_is_called(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--workload=gamma"], "workload: 'gamma': Invalid enum value 'gamma'"),
-        (["--workload=pareto:beta=2"], "workload: 'beta=2' is none of alike, alpha, longest, median, shortest, sigma"),
+        (["--workload=gamma"], "workload: 'gamma' is none of lognormal, pareto, constant, empirical:FILE, or a file"),
+        (["--workload=trace.txt"], "workload: 'trace.txt' is none of lognormal, pareto, constant, empirical:FILE, or"),
+        (["--workload=."], "workload: '.' is none of lognormal, pareto, constant, empirical:FILE, or a file that ends"),
+        (
+            ["--workload=normal"],
+            "or a file that ends in .csv, .parquet or .jsonl: did you mean 'lognormal'?",
+        ),
+        (["--workload=pareto:beta=2"], "workload: 'beta=2' says nothing of pareto, which knows shortest, alpha, lon"),
+        (["--workload=lognormal:alpha=2"], "workload: 'alpha=2' says nothing of lognormal, which knows median, sigma"),
+        (
+            ["--workload=constant:5"],
+            "'5' says nothing of constant, which knows median, longest, alike: did you mean constant:median=5?",
+        ),
+        (["--workload=lognormal:median=x"], "workload: 'median=x' cannot be read: median is 'x', must be a number"),
+        (["--workload=x.csv", "--groups=3"], "--groups: says how to draw a workload, and x.csv has steps of its own"),
+        (["--workload=x.csv", "--eval-groups=3"], "--eval-groups: says how to draw a workload, and x.csv has steps"),
+        (["--compare=concurency=16"], "--compare: there is no key 'concurency': did you mean concurrency?"),
         (["--workload=lognormal:median=-3,alike=2"], "workload: median is -3, must be a number above 0"),
         (["--workload=empirical"], "workload: empirical needs a file"),
         (["--workload=empirical:no_such_file"], "workload: 'no_such_file' cannot be read"),
@@ -133,7 +163,8 @@ def test_a_fault_is_told_before_anything_runs(
 ) -> None:
     assert main(["simulate", specs, *words]) == 2
     shown, faults = capsys.readouterr()
-    assert f"py-scheduler: {said}" in faults
+    assert faults.startswith("py-scheduler: ")
+    assert said in faults
     assert shown == ""
 
 
