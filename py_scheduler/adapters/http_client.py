@@ -18,6 +18,7 @@ import msgspec
 
 from py_scheduler.adapters.http_post import Poster
 from py_scheduler.adapters.reading_turns import reading_turns
+from py_scheduler.adapters.settings_checks import check_numbers
 from py_scheduler.domain.values.backoff import backoff_seconds
 from py_scheduler.errors import EngineUnavailableError
 
@@ -72,6 +73,9 @@ class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The first wait. Each further one is twice as long; of each up to a half is left out at random."""
     max_seconds: float = 5.0
     """The longest wait."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, may_be_zero=("base_seconds", "max_seconds"))
 
     def wait_seconds(self, failed_attempts: int) -> float:
         """The wait after that many failures (from 1): between half and the whole of the doubled base."""

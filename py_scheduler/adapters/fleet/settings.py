@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from py_scheduler.adapters.settings_checks import check_numbers
+
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times in seconds. How each server is spoken to stands in ServerSettings."""
@@ -29,9 +31,6 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Sessions whose endpoint is known, those that generated last."""
 
     def __post_init__(self) -> None:
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{field.name} is {value}: it must be above 0")
+        check_numbers(self)
         if self.set_aside_max_seconds < self.set_aside_base_seconds:
             raise ValueError("set_aside_max_seconds is less than set_aside_base_seconds")

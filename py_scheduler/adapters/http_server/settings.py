@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from py_scheduler.adapters.http_client import RetrySettings
+from py_scheduler.adapters.settings_checks import check_numbers
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,3 +45,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Token ids that a request may hold, from 0 on."""
     context_length: int | None = None
     """Token ids of prompt and output together."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, may_be_zero=("abort_grace_seconds", "encoded_seconds"))

@@ -41,6 +41,7 @@ from py_scheduler.adapters.in_flight import Flight, Flights
 from py_scheduler.adapters.llama_cpp.process import LlamaProcess
 from py_scheduler.adapters.llama_cpp.stream import Candidate, Chunk, Received, fill_gaps
 from py_scheduler.adapters.request_checks import check_request
+from py_scheduler.adapters.settings_checks import check_numbers
 from py_scheduler.domain.generation import Generation, GenerationRequest, LogProbKind, ModelInfo, SamplingParams
 from py_scheduler.domain.prompt import Prompt
 from py_scheduler.errors import EngineRejectedError, EngineUnavailableError
@@ -84,6 +85,9 @@ class LlamaCppSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Silence after the first event."""
     control_timeout_seconds: float = 60.0
     """For an answer to anything but a generation."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, may_be_zero=("prompt_cache_mib",))
 
 
 class LlamaCppBackend:

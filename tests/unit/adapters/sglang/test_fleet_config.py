@@ -96,8 +96,8 @@ def test_every_fault_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"max_concurrency": 0}, "max_concurrency is 0"),
-        ({"load_interval_seconds": 0.0}, "load_interval_seconds is 0.0"),
+        ({"max_concurrency": 0}, "max_concurrency: is 0"),
+        ({"load_interval_seconds": 0.0}, "load_interval_seconds: is 0.0"),
         ({"set_aside_max_seconds": 0.1}, "less than set_aside_base_seconds"),
     ],
 )
