@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 160
 _DEFAULT_TARGET = "127.0.0.1:50051"
 SUBMISSION_HELP = 'a submission: a step (7), a label ("7/gsm8k"), or the submission_id that the server gave it'
-_NO_HANDLER = "nothing.is.imported:Handler"
 _SUBMISSION_ID = re.compile(r"s[0-9a-f]{16}")
 
 
@@ -59,11 +58,7 @@ def read_specs(path: Path, overrides: Iterable[Override]) -> Config:
         raise ConfigError(f"cannot read the evaluators' file {path}: {reason}") from error
     if not isinstance(tables, dict):
         raise ConfigError(f'{path} must hold an object such as {{"evaluator": [...]}}')
-    evaluators = tables.get("evaluator")
-    for table in evaluators if isinstance(evaluators, list) else []:
-        if isinstance(table, dict):
-            table.setdefault("handler", _NO_HANDLER)
-    return convert_config(tables, overrides)
+    return convert_config(tables, overrides, needs_handlers=False)
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,30 +20,46 @@ if TYPE_CHECKING:
 
     from py_scheduler.knobs import Override
 
+_NO_HANDLER = "nothing.is.imported:Handler"
 
-def load_config(path: Path, overrides: Iterable[Override] = ()) -> Config:
-    """Reads a file. Raises ConfigError with every fault that was found."""
+
+def load_config(path: Path, overrides: Iterable[Override] = (), *, needs_handlers: bool = True) -> Config:
+    """Reads a file. needs_handlers: False for `simulate`, which imports none: evaluators may leave theirs out.
+
+    Raises ConfigError with every fault that was found.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
-    return parse_config(text, overrides, str(path))
+    return parse_config(text, overrides, str(path), needs_handlers=needs_handlers)
 
 
-def parse_config(text: str, overrides: Iterable[Override] = (), name: str = "the configuration") -> Config:
-    """Reads the text of a file that errors call `name`. Raises ConfigError with every fault that was found."""
+def parse_config(
+    text: str, overrides: Iterable[Override] = (), name: str = "the configuration", *, needs_handlers: bool = True
+) -> Config:
+    """Reads the text of a file that errors call `name`, as `load_config` does. Raises ConfigError with every fault that
+    was found.
+    """
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name} is not TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{name} is nested too deeply") from error
-    return convert_config(tables, overrides)
+    return convert_config(tables, overrides, needs_handlers=needs_handlers)
 
 
-def convert_config(tables: dict[str, Any], overrides: Iterable[Override] = ()) -> Config:
+def convert_config(
+    tables: dict[str, Any], overrides: Iterable[Override] = (), *, needs_handlers: bool = True
+) -> Config:
     """Types and checks what a file holds. Raises ConfigError with every fault that was found."""
+    evaluators = tables.get("evaluator")
+    if not needs_handlers and isinstance(evaluators, list):
+        for table in evaluators:
+            if isinstance(table, dict):
+                table.setdefault("handler", _NO_HANDLER)
     faults = apply_overrides(overrides, tables)
     config = _convert_tables(tables, faults)
     if not faults:

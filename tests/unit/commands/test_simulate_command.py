@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from py_scheduler.cli import main
+from py_scheduler.config import load_config
+from py_scheduler.errors import ConfigError
+from py_scheduler.simulation.simulate import simulate
+from py_scheduler.simulation.workload import DrawnWorkload
 
 SPECS = """
 [cluster.layout]
@@ -181,6 +185,14 @@ def test_with_no_node_left_nothing_is_solved(specs: str, capsys: pytest.CaptureF
     shown, said = capsys.readouterr()
     assert "512 of 512 samples were given up: no node that is left can hold a sample" in said
     assert shown == ""
+
+
+def test_from_python_evaluators_need_no_handler_either(specs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="handler"):
+        load_config(Path(specs))
+    figures = simulate(load_config(Path(specs), needs_handlers=False), DrawnWorkload()).figures
+    assert main(["simulate", specs, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan_seconds"] == figures.makespan_seconds
 
 
 def test_staleness_needs_a_trainer_that_updates(specs: str, capsys: pytest.CaptureFixture[str]) -> None:
