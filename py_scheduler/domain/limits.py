@@ -192,12 +192,13 @@ def check_weight_update(update: WeightUpdate) -> Iterator[FieldViolation]:
 
 
 def is_address(value: object) -> bool:
-    """Whether it is where a server can be: http or https, with a host."""
+    """Whether it is where a server can be: http or https with a host, without a query or fragment."""
     if not isinstance(value, str) or len(value) > MAX_PATH_LENGTH or not value.isprintable():
         return False
     try:
         parts = urlsplit(value)
-        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        is_place = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        return is_place and "?" not in value and "#" not in value
     except ValueError:  # such as a port that is no number
         return False
 

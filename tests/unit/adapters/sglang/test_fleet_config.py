@@ -66,6 +66,8 @@ def test_one_server_and_a_router_with_its_workers() -> None:
     [
         ("", "base_url: is missing"),
         ("base_url = 3", "base_url: 3 is no address"),
+        ("base_url = 'http://a:1/x?key=1'", "base_url: 'http://a:1/x?key=1' is no address"),
+        ("base_urls = ['http://a:1/#part']", "base_urls: 'http://a:1/#part' is no address"),
         ("base_url = 'localhost:30000'", "base_url: 'localhost:30000' is no address"),
         ("base_urls = 'http://a:1'", "base_urls: must be a list"),
         ("base_urls = ['http://a:1', 'http://b:port']", "base_urls: 'http://b:port' is no address"),
