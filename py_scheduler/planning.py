@@ -78,7 +78,7 @@ def plan_spec(nodes: Sequence[NodeResource], need: BatchNeed, max_running_sample
     """
     pool = PlacementPool(nodes)
     possible = pool.max_tokens_for(need.per_sample)
-    bounds = _bounds_of_batch(need)
+    bounds = bounds_of_batch(need)
     try:
         needed = _tokens_needed(need)
     except UnplaceableError as error:
@@ -190,7 +190,7 @@ def _filled(pool: PlacementPool, nodes: Sequence[NodeResource], per_sample: Reso
         yield
 
 
-def _bounds_of_batch(need: BatchNeed) -> tuple[str, ...]:
+def bounds_of_batch(need: BatchNeed) -> tuple[str, ...]:
     """The parts of the budget, or the batch's size, that hold the fewest samples."""
     holds: dict[str, float] = {"concurrency": need.budget.concurrency}
     for amount in AMOUNTS:

@@ -18,6 +18,7 @@ from py_scheduler.commands.views.simulate import SimulationView, show_simulation
 from py_scheduler.commands.views.simulate_plots import MOST_DRAWN, draw_simulation
 from py_scheduler.errors import FieldViolation, InvalidArgumentError
 from py_scheduler.knobs import KNOBS, Kind, Knob, Override, add_flags, overrides_of
+from py_scheduler.planning import BatchNeed, bounds_of_batch
 from py_scheduler.simulation.simulate import LostNode, SimulationSettings, simulate
 from py_scheduler.simulation.traces import is_trace, read_trace
 from py_scheduler.simulation.workload import DrawnWorkload, SimulatedStep, parse_distribution
@@ -144,9 +145,27 @@ def run_simulations(options: argparse.Namespace, console: Console) -> int:
         draw_simulation(views, options.png)
     if not options.json:
         show_simulation(views, cluster_nodes(planned[0][1].cluster, base_dir) or [], console)
+        for variant, config, _ in planned:
+            if "concurrency=" in variant.label:
+                for line in _what_binds_instead(config):
+                    console.print(f"{variant.label}: {line}", soft_wrap=True)
         if options.png is not None:
             console.print(f"wrote {options.png}", soft_wrap=True)
     return 0
+
+
+def _what_binds_instead(config: Config) -> Iterator[str]:
+    """Of each evaluator whose budget holds fewer samples than its concurrency."""
+    for evaluator in config.evaluator:
+        run, scoring = evaluator.run_resource, evaluator.eval_resource
+        need = BatchNeed(
+            evaluator_id=evaluator.evaluator_id,
+            budget=evaluator.resource,
+            per_sample=run if scoring is None else run.field_max(scoring),
+        )
+        bounds = bounds_of_batch(need)
+        if "budget concurrency" not in bounds:
+            yield f"not concurrency bounds the batches of {evaluator.evaluator_id!r}, but {', '.join(bounds)}"
 
 
 def _workload(options: argparse.Namespace) -> DrawnWorkload | list[SimulatedStep]:

@@ -195,6 +195,16 @@ def test_from_python_evaluators_need_no_handler_either(specs: str, capsys: pytes
     assert json.loads(capsys.readouterr().out)["makespan_seconds"] == figures.makespan_seconds
 
 
+def test_what_binds_in_place_of_the_concurrency_that_is_compared(
+    specs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", specs, "--groups=2", "--compare=concurrency=64,128"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "bounds the batches" in line]
+    assert said == [
+        f"concurrency=128: not concurrency bounds the batches of '{name}', but budget cpu" for name in ("math", "judge")
+    ]
+
+
 def test_staleness_needs_a_trainer_that_updates(specs: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(specs).read_text()
     Path(specs).write_text(f"[scheduler.staleness.default]\nmax_staleness = 1\nstep_size = 64\n{text}")
