@@ -8,6 +8,9 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
+from py_scheduler.adapters.loop_clock import LoopClock
+from py_scheduler.scheduler.slices import SLICE_SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -70,6 +73,17 @@ class GoingClock(FakeClock):
 
     def monotonic(self) -> float:
         return self.now + time.monotonic() - self._began
+
+
+class StepClock(LoopClock):
+    """Each look at it takes more than half of a slice: what is done in slices does one step in a turn of the loop."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def monotonic(self) -> float:
+        self._looks += 1
+        return time.monotonic() + 0.6 * SLICE_SECONDS * self._looks
 
 
 _MAX_TURNS = 100_000

@@ -35,6 +35,7 @@ from py_scheduler.errors import (
 from py_scheduler.scheduler.settings import EngineSettings
 from py_scheduler.scheduler.submits import as_it_is
 from py_scheduler.wire.tasks import encode_submission_chunks
+from tests.support.fake_clock import StepClock
 from tests.support.handlers import GatedAgent, spec_of
 from tests.support.harness import Harness, running_engine, task_of
 from tests.support.loop_lag import LIMIT_SECONDS, LoopLag
@@ -300,7 +301,7 @@ async def test_what_was_decided_when_the_engine_closes_is_answered_so(is_durable
     """And what waits behind it in line is not. The engine closes without a drain, as at a fault."""
     agent = GatedAgent()
     journal = SqliteJournal(tmp_path) if is_durable else None
-    async with running_engine(spec_of(agent), journal=journal, max_running_samples=1) as harness:
+    async with running_engine(spec_of(agent), journal=journal, clock=StepClock(), max_running_samples=1) as harness:
         request = request_of(MANY, "r")
         call, behind = await under_way(harness, request, request_of(1, "s"))
         while not harness.engine.ledger.open_tasks:  # noqa: ASYNC110 -- gives the loop back, and nothing tells of it
