@@ -6,7 +6,8 @@ tasks are there, or none is.
 
 Invariants
   1. What arrives in a namespace is decided in the order in which it arrived, one after another. So a call that is sent
-     again while the first is under way waits for it, and is answered as that is.
+     again while the first is under way waits for it, and is answered as that is. `Engine.accept`, which decides within
+     one turn, stands in no line: it may be decided before a large submit that arrived earlier.
   2. What waits to be decided is bounded in bytes, and so what it holds in memory.
   3. What has arrived goes on whether or not its call waits for it, unless the engine is closed. What was decided is
      answered so, also by an engine that is closed meanwhile.
