@@ -145,3 +145,4 @@ async def test_a_loop_that_is_busy_otherwise_keeps_nobody_from_reading_for_good(
             await asyncio.sleep(0)
 
     await asyncio.wait_for(asyncio.gather(is_busy(), *(reads() for _ in range(8))), 10.0)
+    assert read == 8
